@@ -90,7 +90,7 @@ check_errors() {
 }
 
 # Of these suites what covers most in the least time: every stage on meshes with dp and sp, uneven shards of packed documents,
-# rings, accumulation, 16 bits with fused attention, partitions over sp and replicas of them, offload, overlap. Then the engine's
+# rings, pipelines, accumulation, 16 bits with fused attention, partitions over sp and replicas of them, offload, overlap. Then the engine's
 # calls and errors. A third of them by the seed of the samples, all with ULYSSES_TEST_SEED=all. Three tests are skipped because their
 # layers use candle's kernels, which such a build lacks.
 check_suites() {
@@ -100,7 +100,7 @@ check_suites() {
         "late test_engine parity::mesh_invariance::a_tied_head parity::precision::stages_are_bit_equal"
         "late test_engine zero::engine_protocol:: zero::engine_state:: --skip a_layer_may_keep_its_own_output --skip layers_of_one_name --skip recycled_storage_does_not_grow"
         "random:5 test_engine memory::features::offloaded_gradients memory::features::the_offloaded_gradient memory::features::overlapping_the_exchange"
-        "random:6 test_engine parity::ring::few_heads parity::ring::recomputation parity::tensor_parallel::a_ring"
+        "random:6 test_engine parity::ring::few_heads parity::ring::recomputation parity::tensor_parallel::a_ring parity::pipeline::a_ring parity::pipeline::schedules"
         "random:4 test_engine zero::stages::the_same_run_twice zero::frozen::a_tied"
         "late test_engine zero::partitions::without_accumulation"
     )

@@ -32,6 +32,19 @@ pub trait GroupWrapper: Send + Sync + Debug {
         self.inner().split(name, color, key)
     }
 
+    /// [`ProcessGroup::flush_messages`].
+    ///
+    /// # Errors
+    /// Those of the inner group.
+    fn flush_messages(&self) -> Result<(), CommError> {
+        self.inner().flush_messages()
+    }
+
+    /// [`ProcessGroup::has_one_stream`].
+    fn has_one_stream(&self) -> bool {
+        self.inner().has_one_stream()
+    }
+
     /// [`ProcessGroup::stats`].
     fn stats(&self) -> GroupStats {
         self.inner().stats()
@@ -64,11 +77,11 @@ impl<W: GroupWrapper> ProcessGroup for W {
     }
 
     fn has_one_stream(&self) -> bool {
-        self.inner().has_one_stream()
+        GroupWrapper::has_one_stream(self)
     }
 
     fn flush_messages(&self) -> Result<(), CommError> {
-        self.inner().flush_messages()
+        GroupWrapper::flush_messages(self)
     }
 
     fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {

@@ -195,15 +195,6 @@ pub enum EngineError {
         /// Name of the input.
         input: String,
     },
-    /// Several stages per rank on a backend that sends all messages of a rank one after another.
-    #[error(
-        "`ulysses.pipeline.virtual_stages` is {virtual_stages}, which the backend nccl does not support: it sends and receives the \
-         messages of a rank one after another, and those of several stages would wait for each other; use virtual_stages 1"
-    )]
-    InterleavedStream {
-        /// Stages of each rank.
-        virtual_stages: usize,
-    },
     /// A pipeline's schedule is invalid.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),

@@ -7,7 +7,8 @@ use crate::model::Model;
 use crate::nn::InputLayer;
 use crate::objective::Objective;
 use crate::pipeline::{
-    Action, Neighbors, Pass, RankModel, Schedule, ScheduleError, ScheduleKind, rank_model,
+    Action, DueMessages, Neighbors, RankModel, Schedule, ScheduleError, ScheduleKind, due_messages,
+    rank_model,
 };
 use crate::zero::PipelineGroups;
 use std::ops::Range;
@@ -53,8 +54,8 @@ pub(super) struct Pipeline {
     pub(super) parameters: Vec<String>,
     /// Those that input and objective share.
     pub(super) tied: Vec<String>,
-    /// Whether the next pass receives from the rank that the current one sends to: [`Neighbors::flush`].
-    pub(super) pairs_messages: bool,
+    /// What the current pass of a schedule does with messages, where one stream has them all.
+    pub(super) due: Option<DueMessages>,
 }
 
 impl Pipeline {
@@ -67,9 +68,6 @@ impl Pipeline {
     ) -> Result<(Model, Self), EngineError> {
         let stages = layers_of_stages(&model, config).map_err(Box::new)?;
         let stages: Vec<_> = stages.into_iter().skip(pp.rank()).step_by(pp.world_size()).collect();
-        if stages.len() > 1 && pp.has_one_stream() {
-            return Err(EngineError::InterleavedStream { virtual_stages: stages.len() });
-        }
         let of_input = model.input.name().to_owned();
         let hidden_size = model.input.hidden_size().ok_or(EngineError::NoHiddenSize { input: of_input })?;
         let parameters = model.units().into_iter().flat_map(|unit| unit.parameters);
@@ -79,19 +77,10 @@ impl Pipeline {
         let RankModel { model, later_input, earlier_objective } =
             rank_model(model, &stages, hidden_size, &neighbors);
         let schedule = schedule_kind(config);
-        let pairs_messages = false;
+        let due = None;
         Ok((
             model,
-            Self {
-                neighbors,
-                schedule,
-                stages,
-                later_input,
-                earlier_objective,
-                parameters,
-                tied,
-                pairs_messages,
-            },
+            Self { neighbors, schedule, stages, later_input, earlier_objective, parameters, tied, due },
         ))
     }
 
@@ -99,6 +88,15 @@ impl Pipeline {
     pub(super) fn actions(&self, micro_batches: usize) -> Result<Vec<Action>, ScheduleError> {
         let (rank, ranks) = (self.neighbors.rank(), self.neighbors.num_ranks());
         Ok(self.schedule.schedule(ranks, micro_batches)?.ranks.swap_remove(rank))
+    }
+
+    /// What happens to the messages after each of these passes; nothing where messages do not wait for each other.
+    pub(super) fn due_messages(&self, micro_batches: usize) -> Result<Vec<DueMessages>, ScheduleError> {
+        if !self.neighbors.have_one_stream() {
+            return Ok(Vec::new());
+        }
+        let schedule = self.schedule.schedule(self.neighbors.num_ranks(), micro_batches)?;
+        due_messages(&schedule, self.neighbors.rank())
     }
 
     /// This rank's layers of one of its stages, counted from its first one.
@@ -111,9 +109,4 @@ impl Pipeline {
     pub(super) fn layer_number(&self, index: usize) -> usize {
         self.stages.iter().cloned().flatten().nth(index).unwrap_or(index)
     }
-}
-
-/// Returns whether an action receives from the rank that the previous one sends to.
-pub(super) fn pairs(action: Action, next: Action) -> bool {
-    (action.pass == Pass::Forward) != (next.pass == Pass::Forward)
 }

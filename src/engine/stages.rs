@@ -1,7 +1,6 @@
 //! The engine of one rank of a pipeline: the order of its passes, and what only all ranks know.
 
 use super::engine::{INPUT_UNIT, layer_unit};
-use super::pipeline::pairs;
 use super::times::StepPhase;
 use super::{Engine, EngineError, Loss};
 use crate::comm::{CommError, ProcessGroup, ProcessGroupExt, all_gather_object};
@@ -32,11 +31,11 @@ impl Engine {
             return Ok(());
         }
         let actions = pipeline.actions(micro_batches)?;
+        let mut due = pipeline.due_messages(micro_batches)?.into_iter();
         let mut batches: HashMap<usize, MicroBatch> = HashMap::new();
         let mut losses: HashMap<(usize, usize), Loss> = HashMap::new();
-        for (index, &action) in actions.iter().enumerate() {
-            self.pair_messages(actions.get(index + 1).is_some_and(|next| pairs(action, *next)));
-            let Action { micro_batch, chunk, .. } = action;
+        for Action { micro_batch, chunk, .. } in actions {
+            self.pipeline.iter_mut().for_each(|pipeline| pipeline.due = due.next());
             match losses.remove(&(micro_batch, chunk)) {
                 None => {
                     let batch = match batches.remove(&micro_batch) {
@@ -108,14 +107,11 @@ impl Engine {
         }
     }
 
-    fn pair_messages(&mut self, pairs_messages: bool) {
-        self.pipeline.iter_mut().for_each(|pipeline| pipeline.pairs_messages = pairs_messages);
-    }
-
-    /// Passes the messages of a pass on, unless they run with the first of the next pass.
-    pub(super) fn flush_messages(&self) -> Result<(), CommError> {
-        let pipeline = self.pipeline.as_ref().filter(|pipeline| !pipeline.pairs_messages);
-        pipeline.map_or(Ok(()), |pipeline| pipeline.neighbors.flush())
+    /// Starts the messages of a pass: all, or those that are due in a schedule.
+    pub(super) fn flush_messages(&mut self) -> Result<(), CommError> {
+        let Some(pipeline) = &mut self.pipeline else { return Ok(()) };
+        let due = pipeline.due.take();
+        pipeline.neighbors.flush(due.as_ref())
     }
 
     /// Waits for all messages to be received. The other stages must not need another one for that.

@@ -10,11 +10,12 @@
 //!
 //! **Sends do not wait.** With 1F1B the last stage sends a gradient while the previous one sends hidden states, so blocking sends
 //! would wait for each other. A sent tensor stays alive until it is received. Where one stream has all messages of a rank (NCCL),
-//! a send and the receive that follows it from the same neighbor form a group ([`Neighbors::flush`]), as in Megatron-LM.
+//! [`due_messages`] puts them in an order in which no rank waits for a later one.
 
 mod balance;
 mod draw;
 mod neighbors;
+mod one_stream;
 mod schedule;
 mod stage;
 #[cfg(test)]
@@ -22,5 +23,6 @@ mod tests;
 
 pub use balance::balanced_stages;
 pub use neighbors::Neighbors;
+pub use one_stream::{DueMessages, due_messages};
 pub use schedule::{Action, Pass, PassTimes, Schedule, ScheduleError, ScheduleKind, TimedAction, Timeline};
 pub use stage::{RankModel, rank_model};

@@ -338,7 +338,11 @@ impl Schedule {
     }
 
     /// The rank, micro batch and chunk whose pass sends what an action receives; `None` if it receives nothing.
-    fn sender(&self, rank: usize, Action { pass, micro_batch, chunk }: Action) -> Option<(usize, Action)> {
+    pub(super) fn sender(
+        &self,
+        rank: usize,
+        Action { pass, micro_batch, chunk }: Action,
+    ) -> Option<(usize, Action)> {
         let (ranks, stage) = (self.ranks.len(), chunk * self.ranks.len() + rank);
         let from = match pass {
             Pass::Forward => stage.checked_sub(1)?,
@@ -378,7 +382,11 @@ impl Schedule {
     }
 
     /// The rank and the action that receive what an action sends; `None` if it sends nothing.
-    fn receiver(&self, rank: usize, Action { pass, micro_batch, chunk }: Action) -> Option<(usize, Action)> {
+    pub(super) fn receiver(
+        &self,
+        rank: usize,
+        Action { pass, micro_batch, chunk }: Action,
+    ) -> Option<(usize, Action)> {
         let (ranks, stage) = (self.ranks.len(), chunk * self.ranks.len() + rank);
         let to = match pass {
             Pass::Forward => Some(stage + 1).filter(|next| *next < ranks * self.num_chunks)?,

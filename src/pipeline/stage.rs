@@ -1,7 +1,7 @@
 //! The part of a model that one rank has, with the boundaries of its stages.
 
 use super::Neighbors;
-use crate::comm::Pending;
+use super::neighbors::Message;
 use crate::model::Model;
 use crate::nn::{InputLayer, LayerContext, LayerError, LocalBatch, ParameterSpec, Saved};
 use crate::objective::{Losses, Objective};
@@ -90,7 +90,8 @@ impl InputLayer for FromPrevious {
         _: &[Option<Tensor>],
         _: &LayerContext,
     ) -> Result<(), LayerError> {
-        self.0.neighbors.send(dx, self.0.rank)
+        self.0.neighbors.send(dx, self.0.rank);
+        Ok(())
     }
 
     fn keeps_gradient(&self) -> bool {
@@ -115,7 +116,7 @@ fn no_terms(batch: &LocalBatch<'_>) -> Result<Losses, LayerError> {
 
 /// The hidden states on their way.
 struct Sending {
-    pending: Pending,
+    message: Message,
     dims: (usize, usize, usize),
 }
 
@@ -135,8 +136,8 @@ impl Objective for ToNext {
         batch: &LocalBatch<'_>,
         _: &LayerContext,
     ) -> Result<(Losses, Saved), LayerError> {
-        let pending = self.0.neighbors.start_send(x, self.0.rank)?;
-        Ok((no_terms(batch)?, Saved::new(Sending { pending, dims: x.dims3()? }, 0)))
+        let sending = Sending { message: self.0.neighbors.start_send(x, self.0.rank), dims: x.dims3()? };
+        Ok((no_terms(batch)?, Saved::new(sending, 0)))
     }
 
     /// The scale is in what the next stage sends.
@@ -148,10 +149,10 @@ impl Objective for ToNext {
         _: &[Option<Tensor>],
         _: &LayerContext,
     ) -> Result<Tensor, LayerError> {
-        let Sending { pending, dims } = saved.downcast(self.name())?;
+        let Sending { message, dims } = saved.downcast(self.name())?;
         let dx = self.0.neighbors.receive(dims, self.0.rank)?;
         // Received before the gradient was computed.
-        pending.wait().map_err(|error| LayerError::Exchange(error.into()))?;
+        message.wait().map_err(|error| LayerError::Exchange(error.into()))?;
         Ok(dx)
     }
 
@@ -162,13 +163,13 @@ impl Objective for ToNext {
         batch: &LocalBatch<'_>,
         _: &LayerContext,
     ) -> Result<Losses, LayerError> {
-        self.0.neighbors.send(&x, self.0.rank)?;
+        self.0.neighbors.send(&x, self.0.rank);
         no_terms(batch)
     }
 
     /// Sends the hidden states, for the output of the last stage.
     fn output(&self, _: &[Tensor], x: &Tensor, _: &LayerContext) -> Result<Tensor, LayerError> {
-        self.0.neighbors.send(x, self.0.rank)?;
+        self.0.neighbors.send(x, self.0.rank);
         Ok(x.clone())
     }
 }

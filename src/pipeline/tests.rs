@@ -1,7 +1,10 @@
 //! Schedules: their order, that they end, their memory and their idle time.
 
-use super::{Action, Pass, PassTimes, Schedule, ScheduleError, ScheduleKind, balanced_stages};
-use std::collections::BTreeSet;
+use super::{
+    Action, DueMessages, Pass, PassTimes, Schedule, ScheduleError, ScheduleKind, balanced_stages,
+    due_messages,
+};
+use std::collections::HashSet;
 
 const KINDS: [ScheduleKind; 5] = [
     ScheduleKind::GPipe,
@@ -181,41 +184,39 @@ fn a_drawing_has_a_line_per_rank_and_a_cell_per_unit_of_time() {
     assert_eq!(draw(ScheduleKind::GPipe, 100), None);
 }
 
-/// A message: what it carries, the micro batch, sender, receiver.
-type Message = (bool, usize, usize, usize);
+/// A message: its sender, its receiver, and the pass that needs it.
+type Message = (usize, usize, Action);
 
-/// The messages of a rank in the order in which one stream runs them, grouped as [`super::Neighbors::flush`] says or not at all.
-fn stream(actions: &[Action], rank: usize, ranks: usize, is_grouped: bool) -> Vec<BTreeSet<Message>> {
-    let (mut groups, mut open) = (Vec::new(), BTreeSet::new());
-    for (index, action) in actions.iter().enumerate() {
-        let is_forward = action.pass == Pass::Forward;
-        let (from, to) =
-            if is_forward { (rank.checked_sub(1), rank + 1) } else { (Some(rank + 1), rank.wrapping_sub(1)) };
-        if let Some(from) = from.filter(|from| *from < ranks) {
-            open.insert((is_forward, action.micro_batch, from, rank));
+/// The messages of a rank in the order in which one stream runs them, in groups.
+fn stream(schedule: &Schedule, rank: usize, due: &[DueMessages]) -> Vec<HashSet<Message>> {
+    let (mut groups, mut open, mut waiting) = (Vec::new(), HashSet::new(), Vec::new());
+    for (action, due) in schedule.ranks[rank].iter().zip(due) {
+        if let Some((from, _)) = schedule.sender(rank, *action) {
+            open.insert((from, rank, *action));
             groups.push(std::mem::take(&mut open));
         }
-        if to < ranks {
-            open.insert((is_forward, action.micro_batch, rank, to));
+        waiting.extend(schedule.receiver(rank, *action).map(|(to, action)| (rank, to, action)));
+        for receiver in &due.receivers {
+            let oldest = waiting.iter().position(|(_, to, _)| to == receiver).unwrap();
+            open.insert(waiting.remove(oldest));
         }
-        let pairs = actions.get(index + 1).is_some_and(|next| (next.pass == Pass::Forward) != is_forward);
-        if !(open.is_empty() || is_grouped && pairs) {
+        if !(open.is_empty() || due.join_next) {
             groups.push(std::mem::take(&mut open));
         }
     }
-    groups.extend(Some(open).filter(|open| !open.is_empty()));
+    assert!(open.is_empty() && waiting.is_empty(), "rank {rank}: {open:?} {waiting:?}");
     groups
 }
 
 /// Returns whether streams end that run one group after another, each message when both ranks have reached it.
-fn ends(mut streams: Vec<Vec<BTreeSet<Message>>>) -> bool {
+fn ends(mut streams: Vec<Vec<HashSet<Message>>>) -> bool {
     streams.iter_mut().for_each(|stream| stream.reverse());
     loop {
-        let current: Vec<BTreeSet<Message>> =
+        let current: Vec<HashSet<Message>> =
             streams.iter().map(|stream| stream.last().cloned().unwrap_or_default()).collect();
         let is_met =
-            |message: &Message| current[message.2].contains(message) && current[message.3].contains(message);
-        let met: BTreeSet<Message> =
+            |message: &Message| current[message.0].contains(message) && current[message.1].contains(message);
+        let met: HashSet<Message> =
             current.iter().flatten().filter(|message| is_met(message)).copied().collect();
         if met.is_empty() {
             return streams.iter().all(Vec::is_empty);
@@ -232,16 +233,50 @@ fn ends(mut streams: Vec<Vec<BTreeSet<Message>>>) -> bool {
 }
 
 #[test]
-fn one_stream_of_messages_ends_if_a_send_runs_with_the_receive_after_it() {
-    let streams = |kind: ScheduleKind, ranks, micro_batches, is_grouped| {
-        let schedule = kind.schedule(ranks, micro_batches).unwrap();
-        let of_ranks = schedule.ranks.iter().enumerate();
-        of_ranks.map(|(rank, actions)| stream(actions, rank, ranks, is_grouped)).collect::<Vec<_>>()
+fn one_stream_of_due_messages_ends_with_every_schedule() {
+    let streams = |schedule: &Schedule, due: &dyn Fn(usize) -> Vec<DueMessages>| {
+        (0..schedule.ranks.len()).map(|rank| stream(schedule, rank, &due(rank))).collect::<Vec<_>>()
     };
-    for (ranks, micro_batches) in (1..=5).flat_map(|ranks| (1..=9).map(move |number| (ranks, number))) {
-        for kind in [ScheduleKind::GPipe, ScheduleKind::OneForwardOneBackward] {
-            assert!(ends(streams(kind, ranks, micro_batches, true)), "{kind:?} {ranks} {micro_batches}");
+    each(|kind, ranks, micro_batches, schedule| {
+        let due = |rank| due_messages(&schedule, rank).unwrap();
+        assert!(ends(streams(&schedule, &due)), "{kind:?} {ranks} {micro_batches}");
+    });
+    // Sent right after its pass, or together with the message that the next pass receives.
+    let at_once = |kind: ScheduleKind, joins: bool| {
+        let schedule = kind.schedule(2, 4).unwrap();
+        let due = |rank: usize| {
+            let passes = &schedule.ranks[rank];
+            let after = |(index, action): (usize, &Action)| DueMessages {
+                receivers: schedule.receiver(rank, *action).map(|(to, _)| to).into_iter().collect(),
+                join_next: joins
+                    && passes.get(index + 1).is_some_and(|next| schedule.sender(rank, *next).is_some()),
+            };
+            passes.iter().enumerate().map(after).collect()
+        };
+        ends(streams(&schedule, &due))
+    };
+    assert!(!at_once(ScheduleKind::OneForwardOneBackward, false));
+    assert!(!at_once(ScheduleKind::Interleaved { num_chunks: 2 }, true));
+}
+
+/// A rank waits until no more of its gradients are on their way than there are ranks: [`super::Neighbors`].
+#[test]
+fn gradients_on_their_way_are_at_most_as_many_as_ranks() {
+    each(|kind, ranks, micro_batches, schedule| {
+        let timeline = schedule.simulate(|_, _| 1.0).unwrap();
+        for rank in 0..ranks {
+            let mut received_at = Vec::new();
+            for timed in timeline.ranks[rank].iter().filter(|timed| timed.action.pass != Pass::Forward) {
+                if let Some((to, action)) = schedule.receiver(rank, timed.action) {
+                    let passes = &timeline.ranks[to];
+                    received_at.push(passes.iter().find(|timed| timed.action == action).unwrap().start);
+                }
+                let on_their_way = received_at.iter().filter(|start| **start >= timed.end).count();
+                assert!(
+                    on_their_way <= ranks,
+                    "{kind:?} {ranks} {micro_batches}: {on_their_way} at {timed:?}"
+                );
+            }
         }
-    }
-    assert!(!ends(streams(ScheduleKind::OneForwardOneBackward, 2, 3, false)));
+    });
 }

@@ -1,6 +1,6 @@
 //! Exports, read back by the reader of Hugging Face's layout.
 
-use super::training::{model, on_mesh, setup};
+use super::training::{Setup, model, on_mesh, setup};
 use half::bf16;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -15,10 +15,11 @@ use ulysses::checkpoint::{
 use ulysses::model::{HfWeights, Model, ModelConfig, WeightSource};
 use ulysses::tensor::to_vec;
 
-/// Returns a trained checkpoint and its parameters by name.
+/// Returns a checkpoint that two stages of a pipeline trained, and its parameters by name.
 fn trained() -> (TempDir, BTreeMap<String, Vec<f32>>) {
     let dir = tempfile::tempdir().unwrap();
-    let parameters = on_mesh(setup(3, 1, 3), |rank| {
+    let pipeline = Setup { extra: r#"{ "pipeline_parallel_size": 2 }"#, ..setup(3, 1, 3) };
+    let parameters = on_mesh(pipeline, |rank| {
         rank.train(2)?;
         rank.save(dir.path())?;
         let parameters = rank.engine.gather_parameters()?;

@@ -24,11 +24,12 @@ fn run(problem: &Problem, extra: Value, layout: Layout) -> BatchOutcome {
     problem.run(layout).unwrap()
 }
 
-/// Uneven shards and heads, replicas, partitioned parameters, accumulation.
+/// Uneven shards and heads, replicas, partitioned parameters, accumulation, stages of a pipeline.
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (1, 4)];
     let once = meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)));
-    once.chain([Layout { accumulation: 2, ..layout(2, 2, 2) }])
+    let stages = Layout { pp: 2, ..layout(1, 2, 1) };
+    once.chain([layout(2, 2, 2), stages].map(|layout| Layout { accumulation: 2, ..layout }))
 }
 
 /// Packed documents; a shard without a label; families with biases, with norms over heads, with a
@@ -156,13 +157,14 @@ fn a_saved_attention_output_does_not_change_a_bit() {
     }));
 }
 
-/// Stages that partition the offloaded tensors, with uneven partitions, replicas, accumulation and a group of
-/// one.
+/// Stages that partition the offloaded tensors, with uneven partitions, replicas, accumulation, a pipeline and a group of one.
 fn partitioned() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (2, 1), (2, 2), (3, 1)];
     let once = meshes.into_iter().flat_map(|(dp, sp)| [1, 2, 3].map(|stage| layout(dp, sp, stage)));
     let over_sp = [2, 3].map(|stage| Layout { spans_sp: true, ..layout(1, 2, stage) });
     let twice = [layout(2, 2, 3), layout(1, 2, 2), Layout { spans_sp: true, ..layout(2, 2, 2) }];
+    let pipelines = [2, 3].map(|stage| Layout { pp: 2, ..layout(2, 1, stage) });
+    let twice = twice.into_iter().chain(pipelines);
     once.chain(over_sp).chain(twice.map(|layout| Layout { accumulation: 2, ..layout }))
 }
 

@@ -32,7 +32,12 @@ fn layouts() -> impl Iterator<Item = Layout> {
     let ulysses = meshes.into_iter().flat_map(|(dp, sp)| (0..=3).map(move |stage| layout(dp, sp, stage)));
     let rings = [(2, 2), (4, 2), (3, 3), (8, 4)].map(|(sp, ring)| Layout { ring, ..layout(1, sp, 3) });
     let tensor_parallel = [(1, 0), (2, 3)].map(|(sp, stage)| Layout { tp: 2, ..layout(1, sp, stage) });
-    ulysses.chain(rings).chain(tensor_parallel)
+    let pipelines = [(1, 2, 1), (2, 1, 3)].map(|(dp, sp, stage)| Layout {
+        pp: 2,
+        accumulation: 2,
+        ..layout(dp, sp, stage)
+    });
+    ulysses.chain(rings).chain(tensor_parallel).chain(pipelines)
 }
 
 fn problem(fixture: &Fixture, clip: Option<f64>, steps: usize) -> Problem {

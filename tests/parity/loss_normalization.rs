@@ -35,8 +35,10 @@ fn expected(problem: &Problem, rows: usize) -> Training {
 fn check(problem: &Problem) {
     let meshes = MESHES.into_iter().flat_map(|(dp, sp)| [0, 1, 2, 3].map(|stage| layout(dp, sp, stage)));
     let layouts = meshes.flat_map(|layout| [1, 2].map(|accumulation| Layout { accumulation, ..layout }));
+    let pipelines =
+        [layout(1, 3, 1), layout(2, 1, 3)].map(|layout| Layout { pp: 2, accumulation: 2, ..layout });
     let mut by_rows: BTreeMap<usize, Training> = BTreeMap::new();
-    for layout in sampled(layouts, Layout::axes) {
+    for layout in sampled(layouts.chain(pipelines), Layout::axes) {
         let rows = problem.batch.num_rows() / (layout.dp * layout.accumulation);
         let expected = by_rows.entry(rows).or_insert_with(|| expected(problem, rows));
         let outcome = problem.run(layout).unwrap();
@@ -72,7 +74,7 @@ fn the_two_normalizations_differ_where_labels_are_uneven() {
 #[test]
 fn a_batch_without_any_label_is_skipped() {
     let problem = micro_batch_problem(packed_batch().mask_rows(0..8));
-    for layout in [layout(1, 1, 0), layout(2, 2, 3)] {
+    for layout in [layout(1, 1, 0), layout(2, 2, 3), Layout { pp: 2, ..layout(2, 1, 1) }] {
         let report = &problem.run(layout).unwrap().reports[0];
         assert_eq!((report.skipped, report.loss, report.grad_norm, report.label_tokens), (true, 0.0, 0.0, 0));
     }

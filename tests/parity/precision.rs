@@ -31,7 +31,9 @@ const MESHES: [(usize, usize); 6] = [(1, 2), (1, 4), (2, 2), (1, 3), (2, 3), (4,
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 3), (2, 2), (4, 1)];
     let rings = [(4, 2), (3, 3)].map(|(sp, ring)| Layout { ring, ..layout(1, sp, 2) });
-    meshes.into_iter().flat_map(|(dp, sp)| [0, 2, 3].map(|stage| layout(dp, sp, stage))).chain(rings)
+    let stages = [(1, 2), (2, 1)].map(|(dp, sp)| Layout { pp: 2, accumulation: 2, ..layout(dp, sp, 1) });
+    let whole = meshes.into_iter().flat_map(|(dp, sp)| [0, 2, 3].map(|stage| layout(dp, sp, stage)));
+    whole.chain(rings).chain(stages)
 }
 
 fn over_sp(dp: usize, sp: usize, stage: u8) -> Layout {

@@ -4,7 +4,9 @@ use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use ulysses::comm::{Call, CallSignature, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
+use ulysses::comm::{
+    Call, CallSignature, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup, ProcessGroupExt,
+};
 use ulysses::kernels::attention::{
     AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
 };
@@ -134,6 +136,60 @@ impl GroupWrapper for FaultyPipeline {
             }
             _ => self.inner.start(call),
         }
+    }
+}
+
+/// A process group whose messages run as on the one stream of NCCL: those until a flush at the same time, and the rank goes on when
+/// all of them have arrived.
+#[derive(Debug)]
+pub struct OneStream {
+    inner: Arc<dyn ProcessGroup>,
+    /// The messages since the last flush.
+    messages: Arc<Mutex<Vec<Message>>>,
+}
+
+/// Whether it is sent or received, the tensor, and the other rank.
+type Message = (bool, Tensor, usize);
+
+impl OneStream {
+    pub fn wrap(inner: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
+        Arc::new(Self { inner, messages: Arc::default() })
+    }
+
+    fn run(inner: &dyn ProcessGroup, messages: &Mutex<Vec<Message>>) -> Result<(), CommError> {
+        fn call((is_sent, tensor, rank): &Message) -> Call<'_> {
+            if *is_sent { Call::send(tensor, *rank) } else { Call::recv(tensor, *rank) }
+        }
+        let messages = std::mem::take(&mut *messages.lock().unwrap());
+        inner.start_messages(&messages.iter().map(call).collect::<Vec<_>>())?.wait()
+    }
+}
+
+impl GroupWrapper for OneStream {
+    fn inner(&self) -> &Arc<dyn ProcessGroup> {
+        &self.inner
+    }
+
+    fn has_one_stream(&self) -> bool {
+        true
+    }
+
+    fn flush_messages(&self) -> Result<(), CommError> {
+        Self::run(&*self.inner, &self.messages)
+    }
+
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
+        let message = match call.signature() {
+            CallSignature::Send { dst, .. } => (true, call.inputs()[0].clone(), *dst),
+            CallSignature::Recv { src, .. } => (false, call.outputs()[0].clone(), *src),
+            _ => {
+                GroupWrapper::flush_messages(self)?;
+                return self.inner.start(call);
+            }
+        };
+        self.messages.lock().unwrap().push(message);
+        let (inner, messages) = (self.inner.clone(), self.messages.clone());
+        Ok(Pending::new(|| true, move || Self::run(&*inner, &messages), |_| {}))
     }
 }
 

@@ -25,6 +25,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         golden("packed_strong", 4, "dp=2,ring=2,ulysses=1", "2"),
         golden("packed_strong", 4, "1x2x2", "0"),
         golden("tiny_strong", 4, "2x1x2", "3"),
+        golden("packed_strong", 4, "pp=2,dp=1,sp=2", "1"),
         trial("a_mesh_of_processes_is_compared_with_a_single_rank", a_mesh_is_compared_with_a_single_rank),
     ]
 }

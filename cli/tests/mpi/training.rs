@@ -16,6 +16,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         })
     };
     let mut trials: Vec<Trial> = (0..4).map(parity).collect();
+    trials.push(trial("stages_of_a_pipeline_are_what_threads_do", stages_of_a_pipeline_are_what_threads_do));
     trials.push(trial("a_run_resumes_with_a_different_number_of_processes", || {
         a_run_resumes_with_a_different_number_of_processes();
     }));
@@ -77,16 +78,37 @@ fn training_matches_threads(stage: u64) {
     // Either ring at two of the stages.
     let ring = if stage.is_multiple_of(2) { "ring=2,ulysses=2" } else { "ring=4,ulysses=1" };
     for mesh in ["2x2", "1x4", "4x1", ring] {
-        let [threads, processes] = ["threads", "processes"].map(|backend| format!("{backend}-{mesh}"));
-        place.run(&["train", "config.json", "--mesh", mesh, "--output", &threads]).assert_done();
-        let outcome = train(&place, 4, &["--mesh", mesh, "--output", &processes]);
-        assert!(outcome.assert_done().stdout.contains("tokens/s"), "{outcome:?}");
-        assert_eq!(outcome.stdout.matches("tokens/s").count(), 1, "one process reports: {outcome:?}");
-        let [threads, processes] =
-            [threads, processes].map(|output| trained_metrics(&place, &format!("{output}/metrics.jsonl")));
-        assert_eq!(threads.len(), 4);
-        assert_eq!(processes, threads, "mesh {mesh}: sums must be in the same order");
+        assert_four_processes_are_threads(&place, mesh, 4);
     }
+}
+
+/// One stage per rank, and two, of which a rank has several messages to the same other one on their way.
+fn stages_of_a_pipeline_are_what_threads_do() {
+    let place = Workplace::new();
+    for (mesh, stage, pipeline) in [
+        ("pp=4,dp=1,sp=1", 0, json!({ "schedule": "1f1b" })),
+        ("pp=2,dp=1,sp=2", 2, json!({ "virtual_stages": 2 })),
+    ] {
+        let config = json!({
+            "gradient_accumulation_steps": 4, "zero_optimization": { "stage": stage },
+            "ulysses": { "model": "small", "seq_len": 32, "steps": 2, "pipeline": pipeline },
+        });
+        place.write_config("config.json", config);
+        assert_four_processes_are_threads(&place, mesh, 2);
+    }
+}
+
+/// Compares a run of four processes with one of four threads.
+fn assert_four_processes_are_threads(place: &Workplace, mesh: &str, steps: usize) {
+    let [threads, processes] = ["threads", "processes"].map(|backend| format!("{backend}-{mesh}"));
+    place.run(&["train", "config.json", "--mesh", mesh, "--output", &threads]).assert_done();
+    let outcome = train(place, 4, &["--mesh", mesh, "--output", &processes]);
+    assert!(outcome.assert_done().stdout.contains("tokens/s"), "{outcome:?}");
+    assert_eq!(outcome.stdout.matches("tokens/s").count(), 1, "one process reports: {outcome:?}");
+    let [threads, processes] =
+        [threads, processes].map(|output| trained_metrics(place, &format!("{output}/metrics.jsonl")));
+    assert_eq!(threads.len(), steps);
+    assert_eq!(processes, threads, "mesh {mesh}: sums must be in the same order");
 }
 
 fn a_run_resumes_with_a_different_number_of_processes() {
@@ -97,7 +119,8 @@ fn a_run_resumes_with_a_different_number_of_processes() {
     );
     place.run(&["train", "config.json", "--mesh", "1x2", "--steps", "6", "--output", "whole"]).assert_done();
     train(&place, 4, &["--mesh", "2x2", "--steps", "2"]).assert_done();
-    let resumed = train(&place, 2, &["--mesh", "1x2", "--steps", "6", "--resume"]);
+    // As stages of a pipeline.
+    let resumed = train(&place, 2, &["--mesh", "pp=2,dp=1,sp=1", "--steps", "6", "--resume"]);
     assert_eq!(resumed.assert_done().stderr.matches("resumed from").count(), 1, "{resumed:?}");
     let (whole, resumed) = (place.losses("whole/metrics.jsonl"), place.losses("out/metrics.jsonl"));
     assert_eq!(resumed.len(), 6);

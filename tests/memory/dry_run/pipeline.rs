@@ -2,6 +2,8 @@
 
 use super::{Case, case, tied, tiny};
 use serde_json::{Value, json};
+use ulysses::comm::CollectiveOp;
+use ulysses::mesh::shard_range;
 
 /// Stages along pp, alone and with the other axes, several micro batches and several stages per rank.
 pub(super) fn cases() -> Vec<Case> {
@@ -43,4 +45,54 @@ pub(super) fn cases() -> Vec<Case> {
             of(2, 2, interleaved),
         ),
     ]
+}
+
+/// A stage sends the hidden states of each micro batch to the next one, and their gradient to the previous one: `batch · tokens · hidden`
+/// elements, of the tokens that a rank of sp and tp has between layers.
+#[test]
+fn stages_send_the_bytes_of_the_formula_by_counters_and_by_plan() {
+    let model = |layers| tiny(8, 4).with_num_layers(layers);
+    let config = |pp: usize, micro_batches: usize, extra: Value| {
+        let mut config =
+            json!({ "pipeline_parallel_size": pp, "gradient_accumulation_steps": micro_batches });
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    let tp = json!({ "tensor_parallel_size": 2, "bf16": { "enabled": true } });
+    let interleaved = json!({ "ulysses": { "pipeline": { "virtual_stages": 2 } } });
+    for case in [
+        case(
+            "pp 3, 2 x 1, stage 2",
+            model(3),
+            (2, 1),
+            24,
+            config(3, 2, json!({ "zero_optimization": { "stage": 2 } })),
+        ),
+        case("pp 2, 1 x 2, tp 2, bf16", model(2), (1, 2), 25, config(2, 3, tp)),
+        case("pp 2 with 2 stages each, 1 x 2", model(5), (1, 2), 25, config(2, 4, interleaved)),
+    ] {
+        let config = case.config();
+        let [pp, dp, sp, tp] = config.mesh.shape().into_array();
+        let stages = pp * config.ulysses.pipeline.virtual_stages;
+        for (rank, (_, moved)) in case.run().into_iter().enumerate() {
+            let (place, of_sp, of_tp) = (rank / (dp * sp * tp), rank / tp % sp, rank % tp);
+            let tokens = shard_range(shard_range(case.seq_len, sp, of_sp).len(), tp, of_tp).len();
+            let own = (place..stages).step_by(pp);
+            let messages: usize =
+                own.map(|stage| usize::from(stage > 0) + usize::from(stage + 1 < stages)).sum();
+            let elements = config.micro_batch_size * tokens * case.model.hidden_size;
+            let bytes = config.gradient_accumulation_steps
+                * messages
+                * elements
+                * config.precision.dtype().size_in_bytes();
+            let sent = moved[&("pp", CollectiveOp::Send)].0;
+            assert_eq!(sent, bytes as u64, "{}, rank {rank}", case.label);
+            assert_eq!(
+                case.planned(rank).1[&("pp", CollectiveOp::Send)].0,
+                sent,
+                "{}, rank {rank}",
+                case.label
+            );
+        }
+    }
 }
