@@ -42,7 +42,7 @@ train *args:
 interop:
     python3 -m venv target/interop
     target/interop/bin/pip install --quiet torch transformers tensorboard
-    ULYSSES_PYTHON=target/interop/bin/python cargo test --release --test interop -- --nocapture
+    ULYSSES_PYTHON="$PWD/target/interop/bin/python" cargo test --release --test interop -- --nocapture
 
 # Trains on long sequences of this repository's text, on a 2 × 2 mesh.
 example:

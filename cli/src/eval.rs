@@ -14,7 +14,8 @@ use ulysses::data::{Dataset, Tokenizer, predicted_text_bytes};
 use ulysses::engine::initialize;
 use ulysses::model::Model;
 use ulysses::trainer::job::{
-    ModelSource, Sources, check_exchange, check_memory, launch_options, open_tokenizer, resolve_ring,
+    ModelSource, Sources, check_exchange, check_layers, check_memory, launch_options, open_tokenizer,
+    resolve_ring,
 };
 use ulysses::trainer::{Evaluation, evaluate};
 
@@ -59,6 +60,7 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let ranks_per_node = config.world_size();
     resolve_ring(&source.config, &mut config, ranks_per_node);
     source.warn_of_length(args.seq_len, LOG.line);
+    check_layers(&source.config, &config)?;
     check_exchange(&source.config, config.micro_batch_size, args.seq_len, &config)?;
     check_memory(&config, &source.config, args.seq_len, config.world_size())?;
     let mesh = config.mesh.shape().row_major().or_usage()?;

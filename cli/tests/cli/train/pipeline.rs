@@ -35,8 +35,16 @@ fn every_axis_at_once_trains_evaluates_and_records_its_mesh() {
     let refused = place.run(&["train", "other.json"]);
     refused
         .assert_refused(2, &["`ulysses.pipeline.layers_per_stage` has 3 layers in all, but the model has 2"]);
-    let many = place.run(&["train", "c.json", "--mesh", "pp=3,dp=1,sp=1"]);
-    many.assert_refused(2, &["pp is 3", "expected at most 2 stages"]);
+    let batch = golden("tiny_strong", "inputs.safetensors");
+    for command in [
+        &["train", "c.json"][..],
+        &["plan", "c.json"],
+        &["eval", "nano", "--data", "text.txt"],
+        &["verify", "--model", "nano", "--batch", &batch],
+    ] {
+        let many = place.run(&[command, &["--mesh", "pp=3"]].concat());
+        many.assert_refused(2, &["pp is 3", "expected at most 2 stages"]);
+    }
 }
 
 #[test]
