@@ -1,5 +1,6 @@
 //! The ranks of ZeRO's partitions: the `dp` axis or a part of it (hybrid sharding, HSDP), and optionally the `sp` axis.
 
+use super::stated_sizes::AXIS_ORDER;
 use super::{DeviceMesh, MeshError, MeshShape, PP_AXIS, RING_AXIS, TP_AXIS, ULYSSES_AXIS};
 use std::fmt;
 
@@ -115,9 +116,11 @@ impl DeviceMesh {
     }
 
     fn not_for_training(&self) -> MeshError {
+        let unknown = self.axis_names().iter().find(|name| !AXIS_ORDER.contains(&name.as_str()));
+        let unknown = unknown.map_or_else(String::new, |name| format!("unknown axis `{name}`: "));
         let names = self.axis_names().join(", ");
         let reason = format!(
-            "the axes are, first, {PP_AXIS}, dp (or {DP_REPLICATE_AXIS} and {DP_SHARD_AXIS}), sp (or {RING_AXIS} and \
+            "{unknown}the axes are, first, {PP_AXIS}, dp (or {DP_REPLICATE_AXIS} and {DP_SHARD_AXIS}), sp (or {RING_AXIS} and \
              {ULYSSES_AXIS}) and, last, {TP_AXIS}; got {names}"
         );
         MeshError::Notation { text: self.to_string(), reason }

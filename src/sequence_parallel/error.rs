@@ -13,9 +13,8 @@ pub enum SequenceParallelError {
     #[error(
         "num_heads = {num_heads} cannot be split over sp = {sp_size} ranks: every rank needs a head, \
          so the largest valid sp is {num_heads}; to use more ranks, add a ring (without \
-         `ulysses.flexible_sp`): `ulysses.ring_size` {0}, or `--mesh ring={0},ulysses={1}`",
+         `ulysses.flexible_sp`): `ulysses.ring_size` {}",
         SeqSharding::for_heads(*sp_size, *num_heads).ring_size,
-        SeqSharding::for_heads(*sp_size, *num_heads).ulysses_size,
     )]
     TooFewHeads {
         /// Query heads of the model.
@@ -26,12 +25,11 @@ pub enum SequenceParallelError {
     /// Some rank of a ring's Ulysses groups would get no attention head.
     #[error(
         "num_heads = {num_heads} cannot be split over the {} ranks of a Ulysses group (sp {} in a ring of {}): every rank \
-         needs a head; set `ulysses.ring_size` {3}, or `--mesh ring={3},ulysses={4}`",
+         needs a head; set `ulysses.ring_size` {}",
         sharding.ulysses_size,
         sharding.sp_size(),
         sharding.ring_size,
         SeqSharding::for_heads(sharding.sp_size(), *num_heads).ring_size,
-        SeqSharding::for_heads(sharding.sp_size(), *num_heads).ulysses_size,
     )]
     TooFewHeadsInRing {
         /// Query heads of the model.

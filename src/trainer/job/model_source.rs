@@ -228,30 +228,25 @@ pub fn check_exchange(
     }
 }
 
-/// The refusal of an exchange: of which heads, and the whole mesh of a ring that it advises.
+/// The refusal of an exchange. For too few heads it says which ranks have them, and the mesh with a ring that works.
 fn refusal(error: SequenceParallelError, config: &Config) -> JobError {
+    let (SequenceParallelError::TooFewHeads { num_heads, .. }
+    | SequenceParallelError::TooFewHeadsInRing { num_heads, .. }) = error
+    else {
+        return JobError::usage(error);
+    };
     let (chunks, sizes) = (config.ulysses.head_chunks, config.mesh.shape());
     let heads = match (chunks, sizes.tp) {
         (1, 1) => String::new(),
-        (1, tp) => format!("of the heads of one of tp = {tp} ranks: "),
+        (1, tp) => format!("on a rank of tp = {tp}: "),
         (chunks, 1) => format!("in a chunk of the heads (`ulysses.head_chunks` = {chunks}): "),
         (chunks, tp) => {
-            format!("in a chunk of the heads (`ulysses.head_chunks` = {chunks}) of one of tp = {tp} ranks: ")
+            format!("in a chunk of the heads (`ulysses.head_chunks` = {chunks}) on a rank of tp = {tp}: ")
         }
     };
-    let ring_size = match error {
-        SequenceParallelError::TooFewHeads { num_heads, .. }
-        | SequenceParallelError::TooFewHeadsInRing { num_heads, .. } => {
-            Some(SeqSharding::for_heads(sizes.sp, num_heads).ring_size)
-        }
-        _ => None,
-    };
-    let has_other_axes = sizes.num_ranks() > sizes.sp;
-    let whole = ring_size.filter(|_| has_other_axes).map_or_else(String::new, |ring_size| {
-        let mesh = TrainingShape { sizes, ring_size: Some(ring_size), shard_size: None };
-        format!(" (with the other axes: `--mesh {}`)", mesh.notation())
-    });
-    JobError::usage(format!("{heads}{error}{whole}"))
+    let ring_size = Some(SeqSharding::for_heads(sizes.sp, num_heads).ring_size);
+    let mesh = TrainingShape { sizes, ring_size, shard_size: None };
+    JobError::usage(format!("{heads}{error}, or `--mesh {}`", mesh.notation()))
 }
 
 #[cfg(test)]
@@ -276,7 +271,7 @@ mod tests {
     #[test]
     fn a_sequence_too_short_for_a_ring_is_refused_with_its_own_length() {
         let text = r#"{"train_batch_size": 1, "mesh_param": [1, 8], "ulysses": {"ring_size": 4}}"#;
-        let config =
+        let mut config =
             RawConfig::from_json_str(text, "c.json").unwrap().resolve(&Overrides::default()).unwrap();
         let model = preset("nano").unwrap();
         assert!(check_exchange(&model, 1, 8, &config).is_ok());
@@ -284,6 +279,11 @@ mod tests {
             panic!("7 tokens on 8 ranks")
         };
         assert!(refusal.to_string().contains("seq_len = 7 cannot be split over sp = 8 ranks"), "{refusal}");
+        config.mesh.tp_size = 2;
+        let Err(JobError::Usage(refusal)) = check_exchange(&model, 1, 7, &config) else {
+            panic!("7 tokens on 8 ranks")
+        };
+        assert!(refusal.to_string().starts_with("seq_len = 7 "), "{refusal}");
     }
 
     #[test]
@@ -303,8 +303,11 @@ mod tests {
         assert_eq!(refusal(2, 1, 8), "Ok(())");
         assert!(refusal(5, 1, 64).contains("cannot be divided over tp = 5 ranks; tp of 1 to 4 is valid"));
         let few_heads = refusal(4, 1, 64);
-        assert!(few_heads.contains("num_heads = 1 cannot be split over sp = 2 ranks"), "{few_heads}");
-        assert!(few_heads.ends_with("`--mesh dp=1,ring=2,ulysses=1,tp=4`)"), "{few_heads}");
+        assert!(few_heads.starts_with("on a rank of tp = 4: num_heads = 1 "), "{few_heads}");
+        assert!(
+            few_heads.ends_with("`ulysses.ring_size` 2, or `--mesh dp=1,ring=2,ulysses=1,tp=4`"),
+            "{few_heads}"
+        );
         assert!(refusal(2, 2, 64).contains("one of tp = 2 ranks has 1 KV heads: expected at most 1"));
         assert!(refusal(2, 1, 3).contains("1 tokens per sequence and sp rank cannot be shared by tp = 2"));
         assert!(refusal(2, 1, 3).contains("the largest valid tp is 1"));

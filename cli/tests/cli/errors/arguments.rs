@@ -24,7 +24,7 @@ fn invalid_meshes_are_refused() {
         ("0x2", "size 0; valid sizes are 1 or more"),
         ("2x2x2x2", "4 sizes for the axes dp, sp, tp: name them, such as pp=2,dp=2,sp=2,tp=2"),
         ("2", "1 sizes"),
-        ("ep=2", "sp (or ring and ulysses) and, last, tp; got ep"),
+        ("dp=2,ep=2", "unknown axis `ep`: the axes are, first, pp, dp (or "),
         ("dp=2,pp=2", "the axes are, first, pp, dp (or "),
         ("tp=2,dp=2", "sp (or ring and ulysses) and, last, tp; got tp, dp"),
         ("dp=2,dp=2", "duplicate axis `dp`"),
@@ -37,6 +37,10 @@ fn invalid_meshes_are_refused() {
         let named = format!("--mesh {mesh}");
         train(&["--mesh", mesh]).assert_refused(2, &[expected, &named]);
         verify(&["--mesh", mesh]).assert_refused(2, &[expected, &named]);
+        for command in [&["plan", "--model", "nano"][..], &["eval", "nano", "--data", "text.txt"]] {
+            let run = Workplace::new().run(&[command, &["--mesh", mesh]].concat());
+            run.assert_refused(2, &[expected, &named]);
+        }
     }
     for (mesh, expected) in [("2x2x2x2", "4 sizes"), ("0x2", "axis `dp` has size 0"), ("-1x2", "world size")]
     {
@@ -55,7 +59,7 @@ fn more_sequence_ranks_than_heads_or_tokens_are_refused() {
     train(&["--mesh", "1x5"]).assert_refused(2, &heads);
     let tokens = ["seq_len = 3", "sp = 4", "largest valid sp is 3"];
     train(&["--mesh", "1x4", "--seq-len", "3"]).assert_refused(2, &tokens);
-    let ring = "`--mesh ring=2,ulysses=8`";
+    let ring = "`ulysses.ring_size` 2, or `--mesh dp=1,ring=2,ulysses=8`";
     verify(&["--mesh", "1x16"])
         .assert_refused(2, &["num_heads = 8", "sp = 16", "largest valid sp is 8", ring]);
 }

@@ -42,7 +42,7 @@ fn a_ring_trains_and_resumes_on_more_ranks_than_heads() {
     );
     let auto = place.run(&["train", "auto.json", "--output", "auto"]);
     assert!(auto.assert_done().stderr.contains("sp 8 (ring 2 × ulysses 4)"), "{auto:?}");
-    let error = ["num_heads = 4", "sp 16 in a ring of 2", "`--mesh ring=4,ulysses=4`"];
+    let error = ["num_heads = 4", "sp 16 in a ring of 2", "or `--mesh dp=1,ring=4,ulysses=4`"];
     train("ring=2,ulysses=8", "wrong", &[]).assert_refused(2, &error);
     train("1x2", "wrong", &["--set", "ulysses.ring_size=3"]).assert_refused(2, &["does not divide sp 2"]);
 }
@@ -66,8 +66,8 @@ fn every_notation_of_a_ring_is_planned_as_it_trains() {
     assert_eq!((&stated["mesh"]["ring_size"], &flat["mesh"]["ring_size"]), (&json!(2), &json!(1)));
     // Sixteen ranks exceed the heads, and the mesh that the error names does not.
     let refused = place.run(&["plan", "--model", "nano", "--seq-len", "256", "--mesh", "1x16"]);
-    refused.assert_refused(2, &["`--mesh ring=4,ulysses=4`"]);
-    plan(&["--mesh", "ring=4,ulysses=4"]);
+    refused.assert_refused(2, &["or `--mesh dp=1,ring=4,ulysses=4`"]);
+    plan(&["--mesh", "dp=1,ring=4,ulysses=4"]);
     place.write_config("c.json", json!({}));
     let resolved = place.run(&["config", "resolve", "c.json", "--mesh", "ring=2,ulysses=4"]);
     let resolved: serde_json::Value = serde_json::from_str(&resolved.assert_done().stdout).unwrap();
