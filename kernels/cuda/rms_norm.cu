@@ -1,4 +1,4 @@
-// RMS normalization, forward and backward (`src/rms_norm`).
+// RMS normalization, forward and backward, of whole rows and of parts of them (`src/rms_norm`).
 
 #include "common.cuh"
 
@@ -18,10 +18,10 @@ __device__ __forceinline__ float mean_of(const T *x, u32 d, bool aligned, u32 ce
 }
 
 // One block per row: y = (offset + w) · x / sqrt(mean(x²) + eps), of x without its mean if it is `centered`; rstd stores the
-// reciprocal root.
+// reciprocal root. The mean is over `width` elements: those of the row, or if there are `sums` of squares, of these.
 template <typename T>
-__device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *weight, u32 d, float eps,
-                                        float offset, u32 centered) {
+__device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *weight, const float *sums, u32 d, float width,
+                                        float eps, float offset, u32 centered) {
     constexpr int N = kPack<T>;
     SHARED(float, scratch, [kWarp]);
     const bool aligned = d % N == 0 && is_aligned(y, x, weight);
@@ -30,7 +30,7 @@ __device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *
     y += row * d;
     const float mean = mean_of(x, d, aligned, centered, scratch);
     float squares = 0.0f;
-    for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
+    for (u32 i = threadIdx.x * N; sums == nullptr && i < d; i += blockDim.x * N) {
         const auto value = load_in_row<N>(x, i, d, aligned);
         for (int k = 0; k < N; ++k) {
             // Elements past the row's end are 0, not minus the mean.
@@ -38,7 +38,8 @@ __device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *
             squares += part * part;
         }
     }
-    const float scale = rsqrtf(block_reduce<Sum>(squares, scratch) / static_cast<float>(d) + eps);
+    const float sum = sums == nullptr ? block_reduce<Sum>(squares, scratch) : sums[row];
+    const float scale = rsqrtf(sum / width + eps);
     if (threadIdx.x == 0) rstd[row] = scale;
     for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
         const auto value = load_in_row<N>(x, i, d, aligned), w = load_in_row<N>(weight, i, d, aligned);
@@ -48,11 +49,36 @@ __device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *
     }
 }
 
+// One block per row: sums[row] = Σ a · b, or Σ (offset + w) · a · b if there is a weight.
+template <typename T>
+__device__ __forceinline__ void products(float *sums, const T *a, const T *b, const T *weight, u32 d, float offset) {
+    constexpr int N = kPack<T>;
+    SHARED(float, scratch, [kWarp]);
+    const bool aligned = d % N == 0 && is_aligned(a, b, weight);
+    const u64 row = blockIdx.x;
+    a += row * d;
+    b += row * d;
+    float sum = 0.0f;
+    for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
+        const auto left = load_in_row<N>(a, i, d, aligned), right = load_in_row<N>(b, i, d, aligned);
+        if (weight == nullptr) {
+            for (int k = 0; k < N; ++k) sum += left.at[k] * right.at[k];
+        } else {
+            const auto w = load_in_row<N>(weight, i, d, aligned);
+            for (int k = 0; k < N; ++k) sum += (offset + w.at[k]) * left.at[k] * right.at[k];
+        }
+    }
+    sum = block_reduce<Sum>(sum, scratch);
+    if (threadIdx.x == 0) sums[row] = sum;
+}
+
 // One block per row: dx = rstd · (w · dy − x · rstd² · mean(w · dy · x)) for w = offset + weight, added to dx with
-// `accumulate`. If it is `centered`, of x without its mean, which goes to `means`, and minus the mean of the result.
+// `accumulate`. If it is `centered`, of x without its mean, which goes to `means`, and minus the mean of the result. The mean is
+// over `width` elements: those of the row, or if there are `sums` of products, of these.
 template <typename T>
 __device__ __forceinline__ void backward_input(T *dx, float *means, const T *dy, const T *x, const T *weight, const float *rstd,
-                                               u32 d, u32 accumulate, float offset, u32 centered) {
+                                               const float *sums, u32 d, float width, u32 accumulate, float offset,
+                                               u32 centered) {
     constexpr int N = kPack<T>;
     SHARED(float, scratch, [kWarp]);
     const bool aligned = d % N == 0 && is_aligned(dx, dy, x, weight);
@@ -63,7 +89,7 @@ __device__ __forceinline__ void backward_input(T *dx, float *means, const T *dy,
     const float scale = rstd[row], mean_x = mean_of(x, d, aligned, centered, scratch);
     if (centered && threadIdx.x == 0) means[row] = mean_x;
     float dot = 0.0f, sum = 0.0f;
-    for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
+    for (u32 i = threadIdx.x * N; sums == nullptr && i < d; i += blockDim.x * N) {
         const auto w = load_in_row<N>(weight, i, d, aligned), gradient = load_in_row<N>(dy, i, d, aligned);
         const auto value = load_in_row<N>(x, i, d, aligned);
         for (int k = 0; k < N; ++k) {
@@ -72,8 +98,8 @@ __device__ __forceinline__ void backward_input(T *dx, float *means, const T *dy,
             sum += product;
         }
     }
-    const float mean_gradient = centered ? block_reduce<Sum>(sum, scratch) / static_cast<float>(d) : 0.0f;
-    const float mean = block_reduce<Sum>(dot, scratch) / static_cast<float>(d);
+    const float mean_gradient = centered ? block_reduce<Sum>(sum, scratch) / width : 0.0f;
+    const float mean = (sums == nullptr ? block_reduce<Sum>(dot, scratch) : sums[row]) / width;
     const float shift = scale * scale * mean;
     for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
         const auto w = load_in_row<N>(weight, i, d, aligned), gradient = load_in_row<N>(dy, i, d, aligned);
@@ -132,13 +158,18 @@ KERNEL(rms_norm_sum_chunks, float *__restrict__ dweight, const float *__restrict
 
 #define INSTANTIATE(T, suffix)                                                                                 \
     KERNEL(rms_norm_forward_##suffix, T *__restrict__ y, float *__restrict__ rstd, const T *__restrict__ x,    \
-           const T *__restrict__ weight, u32 d, float eps, float offset, u32 centered) {                       \
-        forward(y, rstd, x, weight, d, eps, offset, centered);                                                 \
+           const T *__restrict__ weight, const float *sums, u32 d, float width, float eps, float offset,       \
+           u32 centered) {                                                                                     \
+        forward(y, rstd, x, weight, sums, d, width, eps, offset, centered);                                    \
+    }                                                                                                          \
+    KERNEL(rms_norm_products_##suffix, float *__restrict__ sums, const T *__restrict__ a,                      \
+           const T *__restrict__ b, const T *weight, u32 d, float offset) {                                    \
+        products(sums, a, b, weight, d, offset);                                                               \
     }                                                                                                          \
     KERNEL(rms_norm_backward_input_##suffix, T *__restrict__ dx, float *means, const T *__restrict__ dy,       \
-           const T *__restrict__ x, const T *__restrict__ weight, const float *__restrict__ rstd, u32 d,       \
-           u32 accumulate, float offset, u32 centered) {                                                       \
-        backward_input(dx, means, dy, x, weight, rstd, d, accumulate, offset, centered);                       \
+           const T *__restrict__ x, const T *__restrict__ weight, const float *__restrict__ rstd,              \
+           const float *sums, u32 d, float width, u32 accumulate, float offset, u32 centered) {                \
+        backward_input(dx, means, dy, x, weight, rstd, sums, d, width, accumulate, offset, centered);          \
     }                                                                                                          \
     KERNEL(rms_norm_backward_weight_##suffix, float *__restrict__ partial, const T *__restrict__ dy,           \
            const T *__restrict__ x, const float *__restrict__ rstd, const float *means, u64 rows,              \

@@ -1,10 +1,13 @@
 //! RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450).
 
+use super::tensor_parallel::are_shared;
 use super::{
     BackwardPass, ForwardPass, Init, LayerError, Parameter, ParameterList, add_bias, add_bias_gradient,
 };
 use candle_core::Tensor;
-use ulysses_kernels::rms_norm::{self, Gain};
+use std::ops::Range;
+use ulysses_kernels::elementwise;
+use ulysses_kernels::rms_norm::{self, Gain, WholeRows};
 
 /// The constants of a model's norms.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -43,6 +46,18 @@ pub struct RmsNorm {
     weight: Parameter,
     bias: Option<Parameter>,
     config: NormConfig,
+    part: Option<RowPart>,
+}
+
+/// The elements of every row that one rank of tp has.
+#[derive(Debug, Clone)]
+struct RowPart {
+    /// Elements of a whole row.
+    width: usize,
+    /// This rank's, among those of its weight.
+    elements: Range<usize>,
+    /// Whether no lower rank has them too. Sums over whole rows count them once.
+    is_first: bool,
 }
 
 impl RmsNorm {
@@ -50,36 +65,82 @@ impl RmsNorm {
     pub fn new(parameters: &mut ParameterList, name: &str, size: usize, config: NormConfig) -> Self {
         let weight = parameters.add(&format!("{name}.weight"), [size], config.init());
         let bias = config.bias.then(|| parameters.add(&format!("{name}.bias"), [size], Init::Zeros));
-        Self { weight, bias, config }
+        Self { weight, bias, config, part: None }
     }
 
-    fn gain<'a>(&self, pass: &'a ForwardPass<'_>) -> Gain<'a> {
-        self.config.gain(&pass[self.weight])
+    /// Keeps the elements of one rank of tp, of those of every rank. The weight stays whole if ranks share elements; their
+    /// gradients are then summands, as those of the weight.
+    ///
+    /// # Errors
+    /// A norm that is centered or has a bias.
+    pub(super) fn divide(
+        &mut self,
+        parameters: &mut ParameterList,
+        ranks: &[Range<usize>],
+        rank: usize,
+    ) -> Result<(), LayerError> {
+        if self.config.centered || self.bias.is_some() {
+            return Err(LayerError::NoTensorParallelism { layer: parameters.layer().to_owned() });
+        }
+        let own = ranks[rank].clone();
+        let is_shared = are_shared(ranks);
+        let elements = if is_shared { own.clone() } else { 0..own.len() };
+        if !is_shared {
+            let of_ranks = ranks.iter().map(|own| vec![own.clone()]).collect();
+            parameters.shard(self.weight, 0, of_ranks, rank);
+        }
+        let width = ranks.iter().map(|own| own.end).max().unwrap_or_default();
+        self.part = Some(RowPart { width, elements, is_first: !ranks[..rank].contains(&own) });
+        Ok(())
     }
 
-    /// Returns the normalized `x`, and writes the reciprocal root mean squares to `rstd`.
+    /// The elements of weights, or of their gradients, that belong to this rank's rows.
+    fn own(&self, weights: &Tensor) -> Result<Tensor, LayerError> {
+        match &self.part {
+            None => Ok(weights.clone()),
+            Some(RowPart { elements, .. }) => Ok(weights.narrow(0, elements.start, elements.len())?),
+        }
+    }
+
+    /// Returns the normalized `x`, and writes the reciprocal root mean squares to `rstd`. Collective over tp if that divides the
+    /// rows.
     ///
     /// # Shapes
     /// `x`, result: `[…, size]`, `rstd`: `[…]`.
     ///
     /// # Errors
-    /// Shapes that do not fit.
+    /// Shapes that do not fit, or failed communication.
     pub fn forward(&self, x: &Tensor, rstd: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
-        let y = pass.workspace().alloc(x.dims())?;
-        rms_norm::forward(x, self.gain(pass), self.config.eps, &y, rstd)?;
+        let (y, weight) = (pass.workspace().alloc(x.dims())?, self.own(&pass[self.weight])?);
+        let gain = self.config.gain(&weight);
+        match &self.part {
+            None => rms_norm::forward(x, gain, self.config.eps, &y, rstd)?,
+            Some(part) => {
+                let sums = pass.workspace().alloc_f32(rstd.dims())?;
+                rms_norm::squares(x, &sums)?;
+                if !part.is_first {
+                    elementwise::fill(&sums, 0.0)?;
+                }
+                pass.ctx.token_exchange(pass.layer)?.sum(&sums)?;
+                let whole = WholeRows { width: part.width, sums: &sums };
+                rms_norm::forward_part(x, gain, self.config.eps, whole, &y, rstd)?;
+                pass.recycle([sums]);
+            }
+        }
         if let Some(bias) = self.bias {
             add_bias(&pass[bias], &y, true, pass.workspace())?;
         }
         Ok(y)
     }
 
-    /// Adds to the gradients of weight and bias, unless they are frozen, and writes the gradient of `x`, or adds to it.
+    /// Adds to the gradients of weight and bias, unless they are frozen, and writes the gradient of `x`, or adds to it. Collective
+    /// over tp if that divides the rows.
     ///
     /// # Shapes
     /// `dy`, `x`, `dx`: `[…, size]`; `rstd`: `[…]`, as the forward pass wrote it.
     ///
     /// # Errors
-    /// Shapes that do not fit.
+    /// Shapes that do not fit, or failed communication.
     pub fn backward(
         &self,
         dy: &Tensor,
@@ -91,7 +152,23 @@ impl RmsNorm {
         if let Some(dbias) = self.bias.and_then(|bias| pass.gradient(bias)) {
             add_bias_gradient(dy, dbias, pass.ctx().workspace())?;
         }
-        let gain = self.gain(&pass.forward);
-        Ok(rms_norm::backward(dy, x, gain, rstd, dx, accumulate, pass.gradient(self.weight))?)
+        let forward = &pass.forward;
+        let weight = self.own(&forward[self.weight])?;
+        let dweight = pass.gradient(self.weight).map(|gradient| self.own(gradient)).transpose()?;
+        let gain = self.config.gain(&weight);
+        let Some(part) = &self.part else {
+            return Ok(rms_norm::backward(dy, x, gain, rstd, dx, accumulate, dweight.as_ref())?);
+        };
+        let sums = forward.workspace().alloc_f32(rstd.dims())?;
+        rms_norm::products(dy, x, gain, &sums)?;
+        forward.ctx.token_exchange(forward.layer)?.sum(&sums)?;
+        if !part.is_first {
+            // The ranks that share elements have summands of their gradients: one of them has this term.
+            elementwise::fill(&sums, 0.0)?;
+        }
+        let whole = WholeRows { width: part.width, sums: &sums };
+        rms_norm::backward_part([dy, x, rstd], gain, whole, (dx, accumulate), dweight.as_ref())?;
+        forward.recycle([sums]);
+        Ok(())
     }
 }

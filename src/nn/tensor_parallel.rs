@@ -21,6 +21,11 @@ impl TensorRank {
     }
 }
 
+/// Whether some ranks have the same indices, of the ascending ranges of all.
+pub(crate) fn are_shared(ranks: &[Range<usize>]) -> bool {
+    ranks.windows(2).any(|pair| pair[0].end > pair[1].start)
+}
+
 /// The exchange of tokens between the ranks that divide a layer's weights. Between modules each rank has some tokens of its
 /// sp rank's shard (Megatron's sequence parallelism, arXiv 2205.05198); a module needs all of them.
 pub trait TokenExchange: Send + Sync {
@@ -50,6 +55,12 @@ pub trait TokenExchange: Send + Sync {
     /// # Errors
     /// Failed communication.
     fn features_to_tokens(&self, part: &Tensor, width: usize) -> Result<Tensor, LayerError>;
+
+    /// Sums a tensor of which every rank has a summand, in place. Collective.
+    ///
+    /// # Errors
+    /// Failed communication.
+    fn sum(&self, summand: &Tensor) -> Result<(), LayerError>;
 
     /// Gathers rows, of which each rank has as many as `counts` says. Collective.
     ///

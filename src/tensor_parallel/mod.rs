@@ -52,6 +52,10 @@ impl TokenExchange for TensorParallel {
         self.redistribute(part, [batch, seq_local, width], [Placement::Shard(2), Placement::Shard(1)])
     }
 
+    fn sum(&self, summand: &Tensor) -> Result<(), LayerError> {
+        self.group.all_reduce(summand, ReduceOp::Sum).map_err(|error| LayerError::Exchange(error.into()))
+    }
+
     fn gather_rows(&self, own: &Tensor, counts: &[usize], all: &Tensor) -> Result<(), LayerError> {
         let [own_at, all_at] = [vec![0; counts.len()], starts(counts)];
         let sent = vec![counts[self.group.rank()]; counts.len()];

@@ -11,13 +11,23 @@ const MAX_WEIGHT_BLOCKS: usize = 64;
 /// A weight block has at least this many rows, so that summing the partials stays cheap.
 const MIN_WEIGHT_BLOCK_ROWS: usize = 16;
 
-pub(super) fn forward<T: Pieces>(
-    x: &[T],
-    gain: &[f32],
-    (eps, centered): (f64, bool),
-    y: &mut [T],
-    rstd: &mut [f32],
-) {
+/// The reciprocal roots by which a forward pass multiplies.
+#[derive(Clone, Copy)]
+pub(super) enum Roots {
+    /// Those of the rows, without their means if `centered`, which it writes.
+    Computed { eps: f64, centered: bool },
+    /// Those that are there.
+    Given,
+}
+
+/// Writes the reciprocal roots of whole rows of `width` elements with these sums of squares.
+pub(super) fn roots(sums: &[f32], width: usize, eps: f64, rstd: &mut [f32]) {
+    for (rstd, sum) in rstd.iter_mut().zip(sums) {
+        *rstd = (1.0 / (f64::from(*sum) / width as f64 + eps).sqrt()) as f32;
+    }
+}
+
+pub(super) fn forward<T: Pieces>(x: &[T], gain: &[f32], roots: Roots, y: &mut [T], rstd: &mut [f32]) {
     let d = gain.len();
     let (rows, piece) = (rows_per_block(rstd.len(), d), rows_per_piece(d));
     (x.par_chunks(rows * d), y.par_chunks_mut(rows * d), rstd.par_chunks_mut(rows))
@@ -26,9 +36,10 @@ pub(super) fn forward<T: Pieces>(
             let outputs = y.chunks_mut(piece * d).zip(rstd.chunks_mut(piece));
             for (x, (y, rstd)) in x.chunks(piece * d).zip(outputs) {
                 let x = T::read(x, a);
-                T::update(y, Before::Garbage, b, |y| match centered {
-                    true => forward_rows_centered(x, gain, eps, y, rstd),
-                    false => forward_rows(x, gain, eps, y, rstd),
+                T::update(y, Before::Garbage, b, |y| match roots {
+                    Roots::Computed { eps, centered: true } => forward_rows_centered(x, gain, eps, y, rstd),
+                    Roots::Computed { eps, .. } => forward_rows(x, gain, eps, y, rstd),
+                    Roots::Given => scale_rows(x, gain, rstd, y),
                 });
             }
         });
@@ -44,6 +55,42 @@ simd_kernel! {
             for ((y, x), w) in y.iter_mut().zip(x).zip(gain) {
                 *y = w * (x * r);
             }
+        }
+    }
+}
+
+simd_kernel! {
+    fn scale_rows<S>(x: &[f32], gain: &[f32], rstd: &[f32], y: &mut [f32]) {
+        let d = gain.len();
+        for ((x, y), r) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(rstd) {
+            for ((y, x), w) in y.iter_mut().zip(x).zip(gain) {
+                *y = w * (x * r);
+            }
+        }
+    }
+}
+
+/// Writes `Σ a · b · gain` of every row, or `Σ a · b`.
+pub(super) fn products<T: Pieces>(a: &[T], b: &[T], gain: Option<&[f32]>, d: usize, sums: &mut [f32]) {
+    let (rows, piece) = (rows_per_block(sums.len(), d), rows_per_piece(d));
+    (a.par_chunks(rows * d), b.par_chunks(rows * d), sums.par_chunks_mut(rows))
+        .into_par_iter()
+        .for_each_init(Default::default, |[wide_a, wide_b]: &mut [Vec<f32>; 2], (a, b, sums)| {
+            let inputs = a.chunks(piece * d).zip(b.chunks(piece * d));
+            for ((a, b), sums) in inputs.zip(sums.chunks_mut(piece)) {
+                product_rows(T::read(a, wide_a), T::read(b, wide_b), gain, sums);
+            }
+        });
+}
+
+simd_kernel! {
+    fn product_rows<S>(a: &[f32], b: &[f32], gain: Option<&[f32]>, sums: &mut [f32]) {
+        let d = a.len() / sums.len();
+        for ((a, b), sum) in a.chunks_exact(d).zip(b.chunks_exact(d)).zip(sums) {
+            *sum = match gain {
+                Some(gain) => simd::dot3::<S>(a, gain, b),
+                None => simd::dot::<S>(a, b),
+            };
         }
     }
 }
@@ -106,6 +153,15 @@ pub(super) struct BackwardInputs<'a, T = f32> {
     pub(super) gain: &'a [f32],
     pub(super) rstd: &'a [f32],
     pub(super) centered: bool,
+    /// Of rows that are parts of wider ones: the sums over each of these of `dy · x · gain`, and their width.
+    pub(super) whole: Option<(&'a [f32], usize)>,
+}
+
+impl<'a, T> BackwardInputs<'a, T> {
+    /// [`whole`](Self::whole) of some of the rows.
+    fn whole_rows(&self, first: usize, rows: usize) -> Option<(&'a [f32], usize)> {
+        self.whole.map(|(sums, width)| (&sums[first..first + rows], width))
+    }
 }
 
 /// Writes dx and returns the partial sums of the weight gradient, for [`add_partials`], computed in the same
@@ -115,7 +171,7 @@ pub(super) fn backward<T: Pieces>(
     dx: &mut [T],
     accumulate_dx: bool,
 ) -> Vec<f32> {
-    let BackwardInputs { dy, x, gain, rstd, centered } = inputs;
+    let BackwardInputs { dy, x, gain, rstd, .. } = inputs;
     let d = gain.len();
     let rows = weight_block_rows(rstd.len());
     let mut partials = vec![0.0; rstd.len().div_ceil(rows) * d];
@@ -127,11 +183,15 @@ pub(super) fn backward<T: Pieces>(
         dx.par_chunks_mut(rows * d),
         partials.par_chunks_mut(d),
     );
-    let blocks = blocks.into_par_iter().with_min_len(MIN_BLOCK_ELEMS.div_ceil(rows * d));
-    blocks.for_each_init(Default::default, |buffers: &mut [Vec<f32>; 3], (dy, x, rstd, dx, partial)| {
-        let inputs = BackwardInputs { dy, x, gain, rstd, centered };
-        backward_pieces(inputs, dx, accumulate_dx, partial, buffers);
-    });
+    let blocks = blocks.into_par_iter().enumerate().with_min_len(MIN_BLOCK_ELEMS.div_ceil(rows * d));
+    blocks.for_each_init(
+        Default::default,
+        |buffers: &mut [Vec<f32>; 3], (index, (dy, x, rstd, dx, partial))| {
+            let whole = inputs.whole_rows(index * rows, rstd.len());
+            let inputs = BackwardInputs { dy, x, rstd, whole, ..inputs };
+            backward_pieces(inputs, dx, accumulate_dx, partial, buffers);
+        },
+    );
     partials
 }
 
@@ -142,12 +202,13 @@ fn backward_pieces<T: Pieces>(
     partial: &mut [f32],
     [a, b, c]: &mut [Vec<f32>; 3],
 ) {
-    let BackwardInputs { dy, x, gain, rstd, centered } = inputs;
+    let BackwardInputs { dy, x, gain, rstd, centered, .. } = inputs;
     let (d, piece) = (gain.len(), rows_per_piece(gain.len()));
     let before = if accumulate_dx { Before::Values } else { Before::Garbage };
-    let inputs = dy.chunks(piece * d).zip(x.chunks(piece * d)).zip(rstd.chunks(piece));
-    for (((dy, x), rstd), dx) in inputs.zip(dx.chunks_mut(piece * d)) {
-        let inputs = BackwardInputs { dy: T::read(dy, a), x: T::read(x, b), gain, rstd, centered };
+    let pieces = dy.chunks(piece * d).zip(x.chunks(piece * d)).zip(rstd.chunks(piece));
+    for (index, (((dy, x), rstd), dx)) in pieces.zip(dx.chunks_mut(piece * d)).enumerate() {
+        let whole = inputs.whole_rows(index * piece, rstd.len());
+        let inputs = BackwardInputs { dy: T::read(dy, a), x: T::read(x, b), gain, rstd, centered, whole };
         T::update(dx, before, c, |dx| match (centered, accumulate_dx) {
             (true, _) => backward_rows_centered(inputs, dx, accumulate_dx, partial),
             (false, true) => backward_rows_accumulating(inputs, dx, partial),
@@ -202,8 +263,11 @@ fn backward_rows_with<S: simd::Isa, const ACCUMULATE: bool>(
     let d = gain.len();
     let dweight = &mut dweight[..d];
     let rows = inputs.dy.chunks_exact(d).zip(inputs.x.chunks_exact(d)).zip(inputs.rstd);
-    for (((dy, x), &r), dx) in rows.zip(dx.chunks_exact_mut(d)) {
-        let mean = simd::dot3::<S>(dy, gain, x) * r / d as f32;
+    for (row, (((dy, x), &r), dx)) in rows.zip(dx.chunks_exact_mut(d)).enumerate() {
+        let mean = match inputs.whole {
+            Some((sums, width)) => sums[row] * r / width as f32,
+            None => simd::dot3::<S>(dy, gain, x) * r / d as f32,
+        };
         for i in 0..d {
             let x_hat = x[i] * r;
             let gradient = r * S::mul_add(x_hat, -mean, dy[i] * gain[i]);

@@ -1,6 +1,6 @@
 //! The launches of `cuda/rms_norm.cu`.
 
-use super::Gain;
+use super::{Gain, WholeRows};
 use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, sources::RMS_NORM};
 use candle_core::{DType, Tensor};
 
@@ -23,14 +23,49 @@ pub(super) fn forward(
     dtype: DType,
     Gain { weight, offset, centered }: Gain<'_>,
     [x, y, rstd]: [&Tensor; 3],
-    eps: f64,
+    (eps, whole): (f64, Option<WholeRows<'_>>),
     (rows, d): (usize, usize),
 ) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&RMS_NORM, "rms_norm_forward", dtype)?;
-    launcher.open([y, rstd], [x, weight], |[y, rstd], [x, weight]| {
-        let constants = [(d as u32).into(), (eps as f32).into(), offset.into(), centered.into()];
-        let args = [&[y.into(), rstd.into(), x.into(), weight.into()], &constants[..]].concat();
-        // SAFETY: `x` and `y` have `rows` rows of `d` elements, `rstd` one element a row and `weight` d.
+    let (sums, width) = (whole.map(|whole| whole.sums), whole.map_or(d, |whole| whole.width));
+    let inputs: Vec<_> = [x, weight].into_iter().chain(sums).collect();
+    launcher.open_slices(&[y, rstd], &inputs, |addresses| {
+        let [y, rstd, x, weight] = std::array::from_fn(|i| addresses[i]);
+        let sums = addresses.get(4).copied().unwrap_or(Address::null(DType::F32));
+        let args = [
+            y.into(),
+            rstd.into(),
+            x.into(),
+            weight.into(),
+            sums.into(),
+            (d as u32).into(),
+            (width as f32).into(),
+            (eps as f32).into(),
+            offset.into(),
+            centered.into(),
+        ];
+        // SAFETY: `x` and `y` have `rows` rows of `d` elements, `rstd` and `sums` one element a row and `weight` d.
+        unsafe { launcher.launch(&kernel, row_blocks(rows, d, dtype), &args) }
+    })
+}
+
+/// Sums products of the elements of each row, and of the gain if there is one.
+pub(super) fn products(
+    launcher: &Launcher,
+    dtype: DType,
+    [a, b]: [&Tensor; 2],
+    gain: Option<Gain<'_>>,
+    sums: &Tensor,
+    (rows, d): (usize, usize),
+) -> Result<(), DeviceError> {
+    let kernel = Kernel::of_dtype(&RMS_NORM, "rms_norm_products", dtype)?;
+    let inputs: Vec<_> = [a, b].into_iter().chain(gain.map(|gain| gain.weight)).collect();
+    launcher.open_slices(&[sums], &inputs, |addresses| {
+        let [sums, a, b] = std::array::from_fn(|i| addresses[i]);
+        let weight = addresses.get(3).copied().unwrap_or(Address::null(dtype));
+        let offset = gain.map_or(0.0, |gain| gain.offset);
+        let args = [sums.into(), a.into(), b.into(), weight.into(), (d as u32).into(), offset.into()];
+        // SAFETY: `a` and `b` have `rows` rows of `d` elements, `sums` one element a row and `weight` d.
         unsafe { launcher.launch(&kernel, row_blocks(rows, d, dtype), &args) }
     })
 }
@@ -41,6 +76,7 @@ pub(super) struct Backward<'a> {
     pub(super) x: &'a Tensor,
     pub(super) gain: Gain<'a>,
     pub(super) rstd: &'a Tensor,
+    pub(super) whole: Option<WholeRows<'a>>,
     pub(super) dx: &'a Tensor,
     pub(super) dweight: Option<&'a Tensor>,
 }
@@ -52,14 +88,17 @@ pub(super) fn backward(
     accumulate_dx: bool,
     (rows, d): (usize, usize),
 ) -> Result<(), DeviceError> {
-    let Backward { dy, x, gain: Gain { weight, offset, centered }, rstd, dx, dweight } = *tensors;
+    let Backward { dy, x, gain: Gain { weight, offset, centered }, rstd, whole, dx, dweight } = *tensors;
     let kernel = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_input", dtype)?;
     // The weight's gradient needs them too.
     let means = centered.then(|| crate::tensor::empty(rows.max(1), DType::F32, x.device())).transpose()?;
     let outputs: Vec<_> = [dx].into_iter().chain(&means).collect();
-    launcher.open_slices(&outputs, &[dy, x, weight, rstd], |addresses| {
+    let (sums, width) = (whole.map(|whole| whole.sums), whole.map_or(d, |whole| whole.width));
+    let inputs: Vec<_> = [dy, x, weight, rstd].into_iter().chain(sums).collect();
+    launcher.open_slices(&outputs, &inputs, |addresses| {
         let (outputs, inputs) = addresses.split_at(outputs.len());
         let [dy, x, weight, rstd] = std::array::from_fn(|i| inputs[i]);
+        let sums = inputs.get(4).copied().unwrap_or(Address::null(DType::F32));
         let dx = outputs[0];
         let means = outputs.get(1).copied().unwrap_or(Address::null_output(DType::F32));
         let args = [
@@ -69,12 +108,14 @@ pub(super) fn backward(
             x.into(),
             weight.into(),
             rstd.into(),
+            sums.into(),
             (d as u32).into(),
+            (width as f32).into(),
             accumulate_dx.into(),
             offset.into(),
             centered.into(),
         ];
-        // SAFETY: `dy`, `x` and `dx` have `rows` rows of `d` elements, `rstd` and `means` one element a row and `weight` d.
+        // SAFETY: `dy`, `x` and `dx` have `rows` rows of `d` elements, `rstd`, `sums` and `means` one element a row and `weight` d.
         unsafe { launcher.launch(&kernel, row_blocks(rows, d, dtype), &args) }
     })?;
     match dweight {

@@ -4,9 +4,12 @@
 
 mod cpu;
 mod cuda;
+mod parts;
 pub mod reference;
 #[cfg(test)]
 mod tests;
+
+pub use parts::{WholeRows, backward_part, forward_part, products, squares};
 
 use super::OpError;
 use super::arg_check::ArgCheck;
@@ -57,30 +60,49 @@ pub fn forward<'a>(
     y: &Tensor,
     rstd: &Tensor,
 ) -> Result<(), OpError> {
-    let gain = gain.into();
+    run_forward(ArgCheck::new("rms_norm::forward"), x, gain.into(), (eps, None), [y, rstd])
+}
+
+/// [`forward`] of whole rows, or [`forward_part`].
+fn run_forward(
+    call: ArgCheck,
+    x: &Tensor,
+    gain: Gain<'_>,
+    (eps, whole): (f64, Option<WholeRows<'_>>),
+    [y, rstd]: [&Tensor; 2],
+) -> Result<(), OpError> {
     let Gain { weight, centered, .. } = gain;
-    let call = ArgCheck::new("rms_norm::forward");
     let (n, d) = call.rows(("x", x))?;
     call.expect(("weight", weight), &[d])?;
     call.expect(("y", y), &[n, d])?;
     call.expect(("rstd", rstd), &[n])?;
-    let target = call.elementwise(&[("y", y), ("rstd", rstd)], &[("x", x), ("weight", weight)])?;
-    let dtype = call.element_type(&[("x", x), ("weight", weight), ("y", y)], &[("rstd", rstd)])?;
+    let sums = WholeRows::check(whole, call, (n, d), gain)?;
+    let inputs: Vec<_> = [("x", x), ("weight", weight)].into_iter().chain(sums).collect();
+    let target = call.elementwise(&[("y", y), ("rstd", rstd)], &inputs)?;
+    let f32s: Vec<_> = [("rstd", rstd)].into_iter().chain(sums).collect();
+    let dtype = call.element_type(&[("x", x), ("weight", weight), ("y", y)], &f32s)?;
     match target {
         Target::Cpu => {
             let weight = call.read(weight)?;
             let gain = gain.values(&weight);
+            let sums = whole.map(|whole| call.read(whole.sums)).transpose()?;
+            let whole = whole.zip(sums.as_ref()).map(|(whole, sums)| (&**sums, whole.width));
             call.write(rstd, |rstd| {
+                let roots = match whole {
+                    Some((sums, width)) => {
+                        cpu::roots(sums, width, eps, rstd);
+                        cpu::Roots::Given
+                    }
+                    None => cpu::Roots::Computed { eps, centered },
+                };
                 with_element_type!(dtype, T => {
-                    call.on_cpu([x], [y], |[x], [y]| {
-                        cpu::forward::<T>(x, &gain, (eps, centered), y, rstd);
-                    })
+                    call.on_cpu([x], [y], |[x], [y]| cpu::forward::<T>(x, &gain, roots, y, rstd))
                 })
             })
         }
         Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => {
-            call.kernels(cuda::forward(&launcher, dtype, gain, [x, y, rstd], eps, (n, d)))
+            call.kernels(cuda::forward(&launcher, dtype, gain, [x, y, rstd], (eps, whole), (n, d)))
         }
     }
 }
@@ -105,9 +127,19 @@ pub fn backward<'a, 'b>(
     accumulate_dx: bool,
     dweight: impl Into<Option<&'a Tensor>>,
 ) -> Result<(), OpError> {
-    let (gain, dweight) = (gain.into(), dweight.into());
-    let Gain { weight, centered, .. } = gain;
     let call = ArgCheck::new("rms_norm::backward");
+    run_backward(call, [dy, x, rstd], (gain.into(), None), (dx, accumulate_dx), dweight.into())
+}
+
+/// [`backward`] of whole rows, or [`backward_part`].
+fn run_backward(
+    call: ArgCheck,
+    [dy, x, rstd]: [&Tensor; 3],
+    (gain, whole): (Gain<'_>, Option<WholeRows<'_>>),
+    (dx, accumulate_dx): (&Tensor, bool),
+    dweight: Option<&Tensor>,
+) -> Result<(), OpError> {
+    let Gain { weight, centered, .. } = gain;
     let (n, d) = call.rows(("x", x))?;
     call.expect(("dy", dy), &[n, d])?;
     call.expect(("weight", weight), &[d])?;
@@ -116,17 +148,22 @@ pub fn backward<'a, 'b>(
     let dweight_argument = dweight.map(|dweight| ("dweight", dweight));
     dweight_argument.map_or(Ok(()), |argument| call.expect(argument, &[d]))?;
     let with_dweight = |argument| -> Vec<_> { [argument].into_iter().chain(dweight_argument).collect() };
+    let sums = WholeRows::check(whole, call, (n, d), gain)?;
     let inputs = [("dy", dy), ("x", x), ("weight", weight), ("rstd", rstd)];
+    let inputs: Vec<_> = inputs.into_iter().chain(sums).collect();
     let target = call.elementwise(&with_dweight(("dx", dx)), &inputs)?;
     let elements = [("x", x), ("dy", dy), ("weight", weight), ("dx", dx)];
-    let dtype = call.element_type(&elements, &with_dweight(("rstd", rstd)))?;
+    let f32s: Vec<_> = with_dweight(("rstd", rstd)).into_iter().chain(sums).collect();
+    let dtype = call.element_type(&elements, &f32s)?;
     match target {
         Target::Cpu => {
             let (weight, rstd) = (call.read(weight)?, call.read(rstd)?);
             let gain = gain.values(&weight);
+            let sums = whole.map(|whole| call.read(whole.sums)).transpose()?;
+            let whole = whole.zip(sums.as_ref()).map(|(whole, sums)| (&**sums, whole.width));
             let mut partials = Vec::new();
             with_element_type!(dtype, T => call.on_cpu([dy, x], [dx], |[dy, x], [dx]| {
-                let inputs = cpu::BackwardInputs::<T> { dy, x, gain: &gain, rstd: &rstd, centered };
+                let inputs = cpu::BackwardInputs::<T> { dy, x, gain: &gain, rstd: &rstd, centered, whole };
                 partials = cpu::backward(inputs, dx, accumulate_dx);
             }))?;
             dweight.map_or(Ok(()), |dweight| {
@@ -141,7 +178,7 @@ pub fn backward<'a, 'b>(
             Ok(())
         }
         Target::Kernels(launcher) => {
-            let tensors = cuda::Backward { dy, x, gain, rstd, dx, dweight };
+            let tensors = cuda::Backward { dy, x, gain, rstd, whole, dx, dweight };
             call.kernels(cuda::backward(&launcher, dtype, &tensors, accumulate_dx, (n, d)))
         }
     }

@@ -1,5 +1,6 @@
 use super::*;
 use crate::testing::*;
+use std::ops::Range;
 
 const EPS: f64 = 1e-5;
 
@@ -65,6 +66,80 @@ fn centered_rows_match_the_reference_on_every_target() {
             }
         }
     });
+}
+
+/// Rows of 5, 2 and 3 elements, which are one of 10; some of other widths.
+#[test]
+fn parts_of_rows_are_normalized_as_whole_rows_on_every_target() {
+    on_every_target(|target| {
+        for (n, widths) in [(1, vec![1, 2]), (7, vec![5, 2, 3]), (33, vec![40, 67]), (130, vec![300, 8])] {
+            let d: usize = widths.iter().sum();
+            let (x, weight, dy) = (random(1, n * d), random(2, d), random(3, n * d));
+            let gain: Vec<f64> = weight.iter().map(|weight| f64::from(*weight) + 1.0).collect();
+            let (y64, _) = reference::forward(&to_f64(&x), &gain, EPS);
+            let (dx64, dweight64) = reference::backward(&to_f64(&dy), &to_f64(&x), &gain, EPS);
+            let starts = widths.iter().scan(0, |end, width| Some(std::mem::replace(end, *end + width)));
+            let parts: Vec<_> = starts.zip(&widths).map(|(start, width)| start..start + width).collect();
+            let columns = |all: &[f32], part: &Range<usize>| -> Vec<f32> {
+                all.chunks_exact(d).flat_map(|row| row[part.clone()].to_vec()).collect()
+            };
+            let of_part = |all: &[f32], part: &Range<usize>| tensor(&columns(all, part), &[n, part.len()]);
+            let operands = |part: &Range<usize>| {
+                let weight = tensor(&weight[part.clone()], &[part.len()]);
+                (of_part(&x, part), of_part(&dy, part), weight)
+            };
+            let added = |sums: Vec<Tensor>| {
+                let sums: Vec<_> = sums.iter().map(read).collect();
+                let of_row = |row: usize| sums.iter().map(|sums| sums[row]).sum::<f32>();
+                tensor(&(0..n).map(of_row).collect::<Vec<_>>(), &[n])
+            };
+            let of_parts = |write: &dyn Fn(&Range<usize>, &Tensor)| {
+                let of_part = |part| {
+                    let sums = output(&[n]);
+                    write(part, &sums);
+                    sums
+                };
+                added(parts.iter().map(of_part).collect())
+            };
+            let squared = of_parts(&|part, sums| squares(&operands(part).0, sums).unwrap());
+            let multiplied = of_parts(&|part, sums| {
+                let (x, dy, weight) = operands(part);
+                products(&dy, &x, Gain { offset: 1.0, ..Gain::from(&weight) }, sums).unwrap();
+            });
+            let case = format!("{target} {n}x{widths:?}");
+            for part in &parts {
+                let (x, dy, weight) = operands(part);
+                let gain = Gain { offset: 1.0, ..Gain::from(&weight) };
+                let (y, rstd) = (output(&[n, part.len()]), output(&[n]));
+                let whole = WholeRows { width: d, sums: &squared };
+                forward_part(&x, gain, EPS, whole, &y, &rstd).unwrap();
+                let expected = |all: &[f64]| -> Vec<f64> {
+                    all.chunks_exact(d).flat_map(|row| row[part.clone()].to_vec()).collect()
+                };
+                assert_close(&format!("y {case} {part:?}"), &read(&y), &expected(&y64), 1e-6);
+                for old in [0.0, 0.5] {
+                    let dx = tensor(&vec![old; n * part.len()], &[n, part.len()]);
+                    let dweight = tensor(&vec![0.0; part.len()], &[part.len()]);
+                    let whole = WholeRows { width: d, sums: &multiplied };
+                    backward_part([&dy, &x, &rstd], gain, whole, (&dx, old != 0.0), &dweight).unwrap();
+                    let dx64: Vec<f64> = expected(&dx64).iter().map(|dx| dx + f64::from(old)).collect();
+                    assert_close(&format!("dx {case} {part:?}"), &read(&dx), &dx64, 3e-6);
+                    let dweight64 = &dweight64[part.clone()];
+                    assert_close(&format!("dweight {case} {part:?}"), &read(&dweight), dweight64, 3e-6);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn parts_of_centered_rows_and_too_few_sums_are_refused() {
+    let (x, weight, y, rstd) = (tensor(&[1.0; 6], &[2, 3]), output(&[3]), output(&[2, 3]), output(&[2]));
+    let run = |gain, sums: &Tensor| forward_part(&x, gain, EPS, WholeRows { width: 6, sums }, &y, &rstd);
+    let centered = run(Gain { centered: true, ..Gain::from(&weight) }, &output(&[2])).unwrap_err();
+    assert!(matches!(centered, OpError::InvalidValue { argument: "gain.centered", .. }), "{centered}");
+    let error = run(Gain::from(&weight), &output(&[3])).unwrap_err();
+    assert!(matches!(error, OpError::Shape { argument: "sums", .. }), "{error}");
 }
 
 #[test]

@@ -1,11 +1,11 @@
 //! The heads of each rank of tp.
 
-use super::{AttentionConfig, QkNorm};
+use super::AttentionConfig;
 use crate::mesh::shard_range;
 use crate::nn::{LayerError, TensorRank};
 use std::ops::Range;
 
-/// The heads of every rank of tp.
+/// The heads of every rank of tp; of linear attention, value heads and the key heads that they use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeadDivision {
     /// Query heads.
@@ -14,18 +14,14 @@ pub struct HeadDivision {
     pub kv: Vec<Range<usize>>,
 }
 
-impl AttentionConfig {
-    /// Divides the heads over `size` ranks: whole KV heads with their query heads or, if there are fewer KV heads, the query
-    /// heads of each KV head over some ranks. `None` if a rank would have no head, or a norm spans them all.
-    pub fn divide_heads(&self, size: usize) -> Option<HeadDivision> {
-        let Self { num_heads, num_kv_heads, qk_norm, .. } = *self;
-        if qk_norm == Some(QkNorm::AllHeads) {
-            return None;
-        }
+impl HeadDivision {
+    /// Divides heads over `size` ranks: whole KV heads with their query heads or, if there are fewer KV heads, the query heads of
+    /// each KV head over some ranks. `None` if a rank would have no head.
+    pub fn new([num_heads, num_kv_heads]: [usize; 2], size: usize) -> Option<Self> {
         let group = num_heads / num_kv_heads;
         if size <= num_kv_heads {
             let kv: Vec<_> = (0..size).map(|rank| shard_range(num_kv_heads, size, rank)).collect();
-            return Some(HeadDivision { q: scaled(&kv, group), kv });
+            return Some(Self { q: scaled(&kv, group), kv });
         }
         let (mut q, mut kv) = (Vec::new(), Vec::new());
         for head in 0..num_kv_heads {
@@ -39,12 +35,31 @@ impl AttentionConfig {
             }));
             kv.extend(std::iter::repeat_n(head..head + 1, ranks));
         }
-        Some(HeadDivision { q, kv })
+        Some(Self { q, kv })
     }
 
-    /// The largest number of ranks of tp that can divide the heads.
-    pub fn max_tensor_ranks(&self) -> usize {
-        (1..=self.num_heads).rev().find(|size| self.divide_heads(*size).is_some()).unwrap_or(1)
+    /// Divides the heads of a layer over the ranks of tp.
+    ///
+    /// # Errors
+    /// Heads that cannot be divided over so many ranks; `layer` is the name for the error.
+    pub(in crate::nn) fn of_layer(
+        layer: &str,
+        heads: [usize; 2],
+        tp: TensorRank,
+    ) -> Result<Self, LayerError> {
+        let largest = || (1..=heads[0]).rev().find(|size| Self::new(heads, *size).is_some());
+        Self::new(heads, tp.size).ok_or_else(|| LayerError::TensorRanks {
+            layer: layer.to_owned(),
+            size: tp.size,
+            max_size: largest().unwrap_or(1),
+        })
+    }
+}
+
+impl AttentionConfig {
+    /// The heads of each of `size` ranks; `None` if a rank would have none.
+    pub fn divide_heads(&self, size: usize) -> Option<HeadDivision> {
+        HeadDivision::new([self.num_heads, self.num_kv_heads], size)
     }
 
     /// The attention of one rank.
@@ -52,18 +67,13 @@ impl AttentionConfig {
     /// # Errors
     /// Heads that cannot be divided over so many ranks; `layer` is the name for the error.
     pub fn divided(self, layer: &str, tp: TensorRank) -> Result<(Self, HeadDivision), LayerError> {
-        let indivisible = || LayerError::TensorRanks {
-            layer: layer.to_owned(),
-            size: tp.size,
-            max_size: self.max_tensor_ranks(),
-        };
-        let heads = self.divide_heads(tp.size).ok_or_else(indivisible)?;
+        let heads = HeadDivision::of_layer(layer, [self.num_heads, self.num_kv_heads], tp)?;
         let (num_heads, num_kv_heads) = (heads.q[tp.rank].len(), heads.kv[tp.rank].len());
         Ok((Self { num_heads, num_kv_heads, ..self }, heads))
     }
 }
 
 /// Ranges of groups of `factor` items each, as ranges of items.
-pub(super) fn scaled(ranges: &[Range<usize>], factor: usize) -> Vec<Range<usize>> {
+pub(in crate::nn) fn scaled(ranges: &[Range<usize>], factor: usize) -> Vec<Range<usize>> {
     ranges.iter().map(|range| range.start * factor..range.end * factor).collect()
 }

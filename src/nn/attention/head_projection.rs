@@ -2,7 +2,7 @@
 
 use super::QkNorm;
 use crate::nn::linear::{LinearGradients, LinearRows};
-use crate::nn::{BackwardPass, ForwardPass, LayerError, Linear, RmsNorm};
+use crate::nn::{BackwardPass, ForwardPass, LayerError, Linear, ParameterList, RmsNorm};
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -31,6 +31,21 @@ impl HeadNorm {
         match self.over {
             QkNorm::Head => Ok(heads.clone()),
             QkNorm::AllHeads => Ok(heads.flatten_from(2)?),
+        }
+    }
+}
+
+impl HeadProjection {
+    /// Keeps the elements of one rank of tp, of those of every rank, of a norm over all heads. That of each head stays.
+    pub(super) fn divide_norm(
+        &mut self,
+        parameters: &mut ParameterList,
+        ranks: &[Range<usize>],
+        rank: usize,
+    ) -> Result<(), LayerError> {
+        match &mut self.norm {
+            Some(HeadNorm { norm, over: QkNorm::AllHeads }) => norm.divide(parameters, ranks, rank),
+            _ => Ok(()),
         }
     }
 }

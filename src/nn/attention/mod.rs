@@ -25,7 +25,7 @@ use super::{
     WeightSpec,
 };
 use candle_core::Tensor;
-use head_division::scaled;
+pub(super) use head_division::scaled;
 use head_projection::{HeadNorm, HeadProjection};
 use std::ops::Range;
 use ulysses_kernels::attention::{AttentionLayout, Logits, grouped_heads};
@@ -161,6 +161,8 @@ impl SelfAttention {
         let projections = [&mut self.q.linear, &mut self.k.linear, &mut self.v.linear];
         Linear::divide_outputs(parameters, projections, [&q_outputs, &kv, &kv], tp.rank);
         self.o.divide_inputs(parameters, &q, tp.rank);
+        self.q.divide_norm(parameters, &q, tp.rank)?;
+        self.k.divide_norm(parameters, &kv, tp.rank)?;
         self.shape = shape;
         Ok(())
     }

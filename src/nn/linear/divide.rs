@@ -2,6 +2,7 @@
 
 use super::{Bias, Linear, Outputs};
 use crate::nn::ParameterList;
+use crate::nn::tensor_parallel::are_shared;
 use std::ops::Range;
 
 impl Linear {
@@ -38,9 +39,7 @@ impl Linear {
 
 /// [`Linear::divide_outputs`] of layers with one weight.
 fn divide_rows(parameters: &mut ParameterList, mut layers: Vec<(&mut Linear, &[Range<usize>])>, rank: usize) {
-    let is_shared =
-        |(_, ranks): &(_, &[Range<usize>])| ranks.windows(2).any(|pair| pair[0].end > pair[1].start);
-    if layers.iter().any(is_shared) {
+    if layers.iter().any(|(_, ranks)| are_shared(ranks)) {
         for (layer, outputs) in layers {
             layer.outputs = layer.outputs.part(&outputs[rank]);
             layer.bias = layer.bias.map(|bias| Bias { outputs: bias.outputs.part(&outputs[rank]), ..bias });

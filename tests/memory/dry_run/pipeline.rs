@@ -4,6 +4,14 @@ use super::{Case, case, tied, tiny};
 use serde_json::{Value, json};
 use ulysses::comm::CollectiveOp;
 use ulysses::mesh::shard_range;
+use ulysses::model::{ModelConfig, family};
+use ulysses::nn::QkNorm;
+
+/// OLMo 2: norms over all heads of queries and keys, which ranks of tp divide.
+fn with_norms_over_heads(model: ModelConfig) -> ModelConfig {
+    let olmo = ModelConfig { family: family("olmo2").unwrap(), ..model };
+    olmo.with_attention(|layer| layer.qk_norm = Some(QkNorm::AllHeads))
+}
 
 /// Stages along pp, alone and with the other axes, several micro batches and several stages per rank.
 pub(super) fn cases() -> Vec<Case> {
@@ -35,7 +43,8 @@ pub(super) fn cases() -> Vec<Case> {
             24,
             of(2, 3, json!({ "tensor_parallel_size": 2 })),
         ),
-        case("pp 2, 1 x 2, stage 1, tp 3", tiny(6, 3), (1, 2), 25, of(2, 1, uneven)),
+        case("pp 2, 1 x 2, stage 1, tp 3", tiny(6, 3), (1, 2), 25, of(2, 1, uneven.clone())),
+        case("pp 2, stage 2, tp 3, OLMo", with_norms_over_heads(tiny(8, 2)), (1, 1), 25, of(2, 2, uneven)),
         case("pp 3, three micro batches", tiny(4, 2).with_num_layers(4), (1, 1), 24, of(3, 1, three)),
         case(
             "pp 2 with 2 stages each, 1 x 2",
