@@ -2,6 +2,7 @@
 
 use super::EngineError;
 use super::blocks::BlockAttention;
+use super::flops::layers_of_stages;
 use super::initialize::{attention, check_mesh, check_parameters, warn_about_candle_threads, zero_optimizer};
 use super::loss_scale::LossScaler;
 use super::memory::{PartPeak, PeakRecorder};
@@ -123,6 +124,11 @@ impl Engine {
         check_parameters(&model, config)?;
         let workspace = Arc::new(Workspace::with_options(options.clone()));
         let tp = groups.tensor.as_ref().map(|groups| &groups.tp);
+        // Of the whole model: what layers cost differs between ranks of tp, and all must have the same stages.
+        let stages = match &groups.pipeline {
+            Some(_) => layers_of_stages(&model, config).map_err(Box::new)?,
+            None => Vec::new(),
+        };
         // First of the whole model: input and objective may share parameters.
         let model = match tp {
             Some(tp) => model.tensor_parallel(TensorRank { size: tp.world_size(), rank: tp.rank() })?,
@@ -131,7 +137,7 @@ impl Engine {
         let (model, pipeline) = match &groups.pipeline {
             None => (model, None),
             Some(groups) => {
-                let (stage, pipeline) = Pipeline::divide(model, config, groups, &workspace)?;
+                let (stage, pipeline) = Pipeline::divide(model, (config, stages), groups, &workspace)?;
                 (stage, Some(pipeline))
             }
         };

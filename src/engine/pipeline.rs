@@ -1,7 +1,6 @@
 //! The pipeline of an engine: the stages of its rank, and their schedule.
 
 use super::EngineError;
-use super::flops::layers_of_stages;
 use crate::config::{Config, PipelineSchedule};
 use crate::model::Model;
 use crate::nn::InputLayer;
@@ -59,14 +58,13 @@ pub(super) struct Pipeline {
 }
 
 impl Pipeline {
-    /// Divides a model: returns this rank's part of it.
+    /// Divides a model into stages of these layers: returns this rank's part of it.
     pub(super) fn divide(
         model: Model,
-        config: &Config,
+        (config, stages): (&Config, Vec<Range<usize>>),
         PipelineGroups { pp, .. }: &PipelineGroups,
         workspace: &Arc<Workspace>,
     ) -> Result<(Model, Self), EngineError> {
-        let stages = layers_of_stages(&model, config).map_err(Box::new)?;
         let stages: Vec<_> = stages.into_iter().skip(pp.rank()).step_by(pp.world_size()).collect();
         let of_input = model.input.name().to_owned();
         let hidden_size = model.input.hidden_size().ok_or(EngineError::NoHiddenSize { input: of_input })?;
