@@ -9,12 +9,12 @@ use crate::checkpoint::{
 };
 use crate::comm::{ProcessGroup, ProcessGroupExt};
 use crate::data::{DataError, DataLoader};
-use crate::mesh::MeshShape;
+use crate::mesh::{MeshShape, SeqSharding};
 use crate::model::{HfSource, ModelConfig};
 use crate::monitor::{RankSummary, StageIdle};
 use crate::nn::{MixerConfig, TensorRank};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume};
-use crate::zero::{FlatLayout, RingGroups, StateBytes, TensorGroups};
+use crate::zero::{FlatLayout, RingGroups, StateBytes};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -301,29 +301,27 @@ impl Engine {
     fn exchange_bytes(&self, model: &ModelConfig, passes: Passes) -> Result<u64, EngineError> {
         let Passes { seq_len, block_size, trained, evaluated } = passes;
         let sp = &self.groups.sp;
-        let (ring_rank, group) = match (&self.groups.ring, block_size.filter(|size| *size < sp.world_size()))
-        {
-            (None, None) => (0, sp),
-            (Some(RingGroups { ring, ulysses }), _) => (ring.rank(), ulysses),
+        let block_size = block_size.filter(|size| *size < sp.world_size());
+        let (sharing, ring_rank, group) = match (&self.groups.ring, block_size) {
+            (None, None) => (sp, 0, sp),
+            (Some(RingGroups { ring, ulysses }), _) => (sp, ring.rank(), ulysses),
             (None, Some(size)) => match self.groups.sp_blocks.iter().find(|group| group.world_size() == size)
             {
-                Some(group) => (0, group),
+                Some(group) => (group, 0, group),
                 // A block of one rank exchanges nothing.
                 None => return Ok(0),
             },
         };
-        let seq_len = self.config.seq_sharding().ring_tokens(seq_len, ring_rank).len();
-        let batch = block_size.map_or(self.config.micro_batch_size, |_| 1);
+        let sharding = SeqSharding { ulysses_size: group.world_size(), ..self.config.seq_sharding() };
+        let tp = self.groups.tensor.as_ref();
+        let tp = tp.map(|groups| TensorRank { size: groups.tp.world_size(), rank: groups.tp.rank() });
+        let ring_tokens = sharding.ring_tokens(seq_len, ring_rank).len();
+        let batch = passes.block_size.map_or(self.config.micro_batch_size, |_| 1);
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
         let mut bytes = 0;
-        let (size, rank) = (group.world_size(), group.rank());
-        let tp = self
-            .groups
-            .tensor
-            .as_ref()
-            .map(|TensorGroups { tp, .. }| TensorRank { size: tp.world_size(), rank: tp.rank() });
         for index in 0..self.model.layers.len() {
-            let layer = &model.layers[self.layer_number(index)];
+            let layer = model.layers[self.layer_number(index)];
+            let layer = tp.map_or(Ok(layer), |tp| layer.divided(self.model.layers[index].name(), tp))?;
             let mut add = |volume: ExchangeVolume, saves_output| {
                 let again = match self.is_recomputed(index) {
                     true => volume.recompute_bytes(saves_output, elem_bytes),
@@ -335,24 +333,21 @@ impl Engine {
             let layer = match layer {
                 MixerConfig::Attention(attention) => attention,
                 MixerConfig::LinearAttention(linear) => {
-                    add(ExchangeVolume::of_linear_attention(linear, [batch, seq_len], size, rank), false);
+                    let (shape, rank) = ([batch, seq_len], sharing.rank());
+                    add(ExchangeVolume::of_linear_attention(&linear, shape, sharding, rank), false);
                     continue;
                 }
                 MixerConfig::ShortConv(conv) => {
-                    let conv = tp.map_or(*conv, |tp| conv.divided(tp));
-                    add(ExchangeVolume::of_short_conv(&conv, [batch, seq_len], size, rank), false);
+                    let (shape, rank) = ([batch, seq_len], sharing.rank());
+                    add(ExchangeVolume::of_short_conv(&conv, shape, sharding, rank), false);
                     continue;
                 }
             };
-            let layer = match tp {
-                Some(tp) => layer.divided(self.model.layers[index].name(), tp)?.0,
-                None => *layer,
-            };
             for chunk in layer.head_chunks(self.config.ulysses.head_chunks) {
                 let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
-                let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+                let shape = AttentionShape { batch, seq_len: ring_tokens, num_heads, num_kv_heads, head_dim };
                 let q_to_kv = grouped_heads(num_heads, num_kv_heads);
-                let plan = ExchangePlan::new(shape, &q_to_kv, size, rank)?;
+                let plan = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?;
                 add(plan.volume(), self.config.saves_attention_output());
             }
         }

@@ -243,7 +243,6 @@ pub fn ulysses_limits(model: &ModelConfig, config: &Config, ranks_per_node: usiz
         num_heads: fewest(&|chunk| chunk.q.len()),
         num_kv_heads: fewest(&|chunk| chunk.kv.len()),
         ranks_per_node: (ranks_per_node / tp_size).max(1),
-        has_rings: !model.needs_whole_sequences(),
     }
 }
 

@@ -51,11 +51,12 @@ use crate::config::Config;
 use crate::engine::{EngineError, state_stages};
 use crate::mesh::{DeviceMesh, shard_range};
 use crate::model::{Model, ModelConfig};
-use crate::nn::{AttentionConfig, HeadChunk, HeadShare, LayerError, TensorRank};
-use crate::sequence_parallel::{AttentionShape, ExchangePlan, SequenceParallelError};
+use crate::nn::{AttentionConfig, HeadChunk, HeadShare, LayerError, MixerConfig};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use dry_run::DryStep;
 use event::Event;
 use nodes::Nodes;
+use tensor_rank::mixers_of_tp_ranks;
 use ulysses_kernels::attention::grouped_heads;
 use ulysses_kernels::device::DeviceKind;
 
@@ -168,12 +169,13 @@ impl Workload {
     fn rank_classes_of_row(&self) -> Result<Vec<RankClass>, EngineError> {
         let (sharding, tp_size) = (self.config.seq_sharding(), self.config.mesh.tp_size);
         let seq_len = self.config.require_seq_len()?;
-        self.check_whole_sequences()?;
-        let distinct = self.model.distinct_layers();
+        let mixers = mixers_of_tp_ranks(&self.model, tp_size)?;
         let layers = layers_of_tp_ranks(&self.model, tp_size)?;
         let mut classes: Vec<RankClass> = Vec::new();
-        // A zigzag over one causal document gives every ring rank as much to attend and to pass on.
+        // A zigzag over one causal document gives every ring rank as much to attend and to pass on. Linear attention and short convolutions
+        // divide their heads over all ranks of sp.
         let is_balanced = self.document_len.is_none()
+            && !self.model.needs_whole_sequences()
             && self.model.attention_layers().all(|layer| layer.window.is_none())
             && seq_len.is_multiple_of(2 * sharding.ring_size);
         let ring_ranks = if is_balanced { 1 } else { sharding.ring_size };
@@ -192,15 +194,15 @@ impl Workload {
                 let tokens_of_sp = kind.first().map_or(0, |[tokens, ..]| *tokens);
                 let share = |len| shard_range(len, tp_size, tp_rank).len();
                 kind.push([tp_size, share(tokens_of_sp), share(self.model.intermediate_size)]);
-                let tp = TensorRank { size: tp_size, rank: tp_rank };
-                for heads in distinct.iter().filter_map(|layer| layer.exchanged_heads(tp)) {
-                    let HeadShare { keys, values } = heads.share(sharding.ulysses_size, ulysses_rank);
+                let sp_rank = ring_rank * sharding.ulysses_size + ulysses_rank;
+                for heads in mixers[tp_rank].iter().filter_map(MixerConfig::exchanged_heads) {
+                    let HeadShare { keys, values } = heads.share(sharding.sp_size(), sp_rank);
                     kind.push([0, keys.len(), values.len()]);
                 }
                 match of_ring_rank.iter_mut().find(|(known, _)| *known == kind) {
                     Some((_, class)) => class.ranks += sharding.ring_size / ring_ranks,
                     None => {
-                        let rank = (ring_rank * sharding.ulysses_size + ulysses_rank) * tp_size + tp_rank;
+                        let rank = sp_rank * tp_size + tp_rank;
                         let ranks = sharding.ring_size / ring_ranks;
                         of_ring_rank.push((kind, RankClass { stage: 0, rank, ranks }));
                     }
@@ -209,15 +211,6 @@ impl Workload {
             classes.extend(of_ring_rank.into_iter().map(|(_, class)| class));
         }
         Ok(classes)
-    }
-
-    /// Refuses a ring if a layer other than attention needs whole sequences.
-    fn check_whole_sequences(&self) -> Result<(), EngineError> {
-        let ring_size = self.config.seq_sharding().ring_size;
-        match ring_size > 1 && self.model.needs_whole_sequences() {
-            true => Err(SequenceParallelError::LinearInRing { ring_size }.into()),
-            false => Ok(()),
-        }
     }
 
     /// Returns the exchange plan of each head chunk of a rank's layers, for sequences of which a Ulysses group has `tokens` tokens.

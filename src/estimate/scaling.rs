@@ -119,7 +119,7 @@ fn point(
     let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = *layer;
     let kv = (num_kv_heads * head_dim) as f64;
     let to_others = (ranks - 1) as f64 / ranks as f64;
-    let limits = UlyssesLimits { num_heads, num_kv_heads, ranks_per_node: RANKS_PER_NODE, has_rings: true };
+    let limits = UlyssesLimits { num_heads, num_kv_heads, ranks_per_node: RANKS_PER_NODE };
     let sharding = SeqSharding::auto(ranks, limits);
     let exchange = (num_heads >= ranks).then(|| exchanged(layer, ranks, seq_len)).transpose()?;
     Ok(Point {

@@ -13,24 +13,34 @@ pub fn check_tensor_parallel(model: &ModelConfig, size: usize) -> Result<(), Eng
     Ok(())
 }
 
+/// Returns the layers of a model that differ, for each tensor-parallel rank with the heads that it has.
+///
+/// # Errors
+/// Heads that cannot be divided over so many ranks.
+pub(super) fn mixers_of_tp_ranks(
+    model: &ModelConfig,
+    size: usize,
+) -> Result<Vec<Vec<MixerConfig>>, LayerError> {
+    let layers = model.distinct_layers();
+    if size == 1 {
+        return Ok(vec![layers]);
+    }
+    let of_rank = |rank| {
+        let divided = |layer: &MixerConfig| {
+            let index = model.layers.iter().position(|known| known == layer).unwrap_or(0);
+            layer.divided(&format!("model.layers.{index}"), TensorRank { size, rank })
+        };
+        layers.iter().map(divided).collect()
+    };
+    (0..size).map(of_rank).collect()
+}
+
 /// Returns the attention of the layers of a model that differ, for each tensor-parallel rank with the heads that it has.
 ///
 /// # Errors
 /// Heads that cannot be divided over so many ranks.
 pub fn layers_of_tp_ranks(model: &ModelConfig, size: usize) -> Result<Vec<Vec<AttentionConfig>>, LayerError> {
-    let distinct = model.distinct_layers();
-    let layers: Vec<AttentionConfig> =
-        distinct.iter().filter_map(|layer| layer.attention().copied()).collect();
-    if size == 1 {
-        return Ok(vec![layers]);
-    }
-    let of_rank = |rank| {
-        let divided = |layer: &AttentionConfig| {
-            let is_this = |known: &MixerConfig| known.attention() == Some(layer);
-            let index = model.layers.iter().position(is_this).unwrap_or(0);
-            Ok(layer.divided(&format!("model.layers.{index}"), TensorRank { size, rank })?.0)
-        };
-        layers.iter().map(divided).collect()
-    };
-    (0..size).map(of_rank).collect()
+    let attention =
+        |layers: Vec<MixerConfig>| layers.iter().filter_map(MixerConfig::attention).copied().collect();
+    Ok(mixers_of_tp_ranks(model, size)?.into_iter().map(attention).collect())
 }

@@ -2,9 +2,7 @@
 
 use super::ModelError;
 use super::hf::{HfConfig, scaling_to_hf};
-use crate::nn::{
-    AttentionConfig, Layer, LinearAttentionConfig, MixerConfig, NormConfig, ShortConvConfig, TensorRank,
-};
+use crate::nn::{AttentionConfig, Layer, LinearAttentionConfig, MixerConfig, NormConfig, ShortConvConfig};
 use serde_json::{Value, json};
 use std::fmt;
 use ulysses_kernels::causal_conv::MAX_WIDTH;
@@ -248,10 +246,9 @@ impl ModelConfig {
         self.layers.iter().filter_map(MixerConfig::linear_attention)
     }
 
-    /// Whether a layer reads whole sequences and is not attention. A ring cannot share these.
+    /// Whether a layer reads whole sequences and is not attention.
     pub fn needs_whole_sequences(&self) -> bool {
-        let whole = TensorRank { size: 1, rank: 0 };
-        self.layers.iter().any(|layer| layer.exchanged_heads(whole).is_some())
+        self.layers.iter().any(|layer| layer.exchanged_heads().is_some())
     }
 
     /// The same model with another module in some layers instead of attention.

@@ -42,8 +42,6 @@ pub struct UlyssesLimits {
     pub num_kv_heads: usize,
     /// Ranks of a node.
     pub ranks_per_node: usize,
-    /// Whether rings are possible: linear attention and short convolutions need whole sequences.
-    pub has_rings: bool,
 }
 
 /// The sharding of an sp group of this size without a ring.
@@ -71,12 +69,12 @@ impl SeqSharding {
 
     /// The sharding of an sp group with the largest Ulysses groups that fit a node and divide the work evenly: each rank has
     /// equally many query heads, and either whole KV heads or one that it shares with whole ranks. Such groups exist
-    /// always; those of one rank are a ring of all ranks. If the limits exclude rings, it is the sharding without one.
+    /// always; those of one rank are a ring of all ranks.
     ///
     /// ```
     /// use ulysses::mesh::{SeqSharding, UlyssesLimits};
     ///
-    /// let limits = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8, has_rings: true };
+    /// let limits = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8 };
     /// assert_eq!(SeqSharding::auto(8, limits).ring_size, 1);
     /// assert_eq!(SeqSharding::auto(64, limits), SeqSharding { ring_size: 8, ulysses_size: 8 });
     /// let few = UlyssesLimits { num_heads: 6, num_kv_heads: 2, ..limits };
@@ -84,10 +82,7 @@ impl SeqSharding {
     /// assert_eq!(SeqSharding::auto(4, few), SeqSharding { ring_size: 2, ulysses_size: 2 });
     /// ```
     pub fn auto(sp_size: usize, limits: UlyssesLimits) -> Self {
-        let UlyssesLimits { num_heads, num_kv_heads, ranks_per_node, has_rings } = limits;
-        if !has_rings {
-            return Self::from(sp_size);
-        }
+        let UlyssesLimits { num_heads, num_kv_heads, ranks_per_node } = limits;
         let is_even = |ulysses: usize| {
             num_heads.is_multiple_of(ulysses)
                 && (num_kv_heads.is_multiple_of(ulysses) || ulysses.is_multiple_of(num_kv_heads))
@@ -104,9 +99,6 @@ impl SeqSharding {
     /// that leaves every Ulysses rank a head, if it is another one; without those of a ring longer than
     /// [`MAX_COMPARED_RING`](Self::MAX_COMPARED_RING).
     pub fn choices(sp_size: usize, limits: UlyssesLimits) -> Vec<Self> {
-        if !limits.has_rings {
-            return (sp_size <= limits.num_heads).then(|| Self::from(sp_size)).into_iter().collect();
-        }
         let mut choices = vec![Self::auto(sp_size, limits), Self::for_heads(sp_size, limits.num_heads)];
         choices.dedup();
         choices.retain(|choice| choice.ring_size <= Self::MAX_COMPARED_RING);
@@ -229,7 +221,7 @@ mod tests {
     #[test]
     fn the_largest_groups_that_divide_the_heads_and_fit_a_node_are_chosen() {
         let sharding = |sp_size, [num_heads, num_kv_heads, ranks_per_node]: [usize; 3]| {
-            let limits = UlyssesLimits { num_heads, num_kv_heads, ranks_per_node, has_rings: true };
+            let limits = UlyssesLimits { num_heads, num_kv_heads, ranks_per_node };
             let auto = SeqSharding::auto(sp_size, limits);
             assert_eq!(auto.sp_size(), sp_size);
             assert_eq!(SeqSharding::choices(sp_size, limits)[0], auto);
@@ -245,7 +237,7 @@ mod tests {
         assert_eq!(sharding(12, [12, 3, 12]), (1, 12));
         assert_eq!(sharding(4, [12, 3, 4]), (4, 1));
         assert_eq!(sharding(4, [12, 12, 6]), (2, 2));
-        let across = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8, has_rings: true };
+        let across = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8 };
         let choices = SeqSharding::choices(16, across);
         assert_eq!(choices, [SeqSharding { ring_size: 2, ulysses_size: 8 }, SeqSharding::from(16)]);
         // A ring of 16 would be too long.

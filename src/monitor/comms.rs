@@ -1,7 +1,7 @@
 //! The table of collectives of `comms_logger`, in DeepSpeed's terms.
 
 use super::table::{bytes, format_table};
-use crate::comm::{CallTimes, CollectiveOp, EachCall, TP_AXIS};
+use crate::comm::{CallTimes, CollectiveOp, EachCall, RING_AXIS, TP_AXIS};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Formatter};
@@ -139,17 +139,16 @@ pub struct Volume {
 /// Returns the measured and planned bytes, by kind.
 pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
     let is_exchange = |op| matches!(op, CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided);
-    let planned = || {
-        let planned = ranks.iter().flat_map(|rank| &rank.planned);
-        planned.filter(|volume| is_exchange(volume.op) && volume.axis != TP_AXIS)
-    };
-    let is_planned =
-        |on_ring| planned().any(|volume| volume.sent_bytes > 0 && (volume.axis == "ring") == on_ring);
-    // A ring of all sp ranks has their group, whose bytes are counted for sp.
-    let is_ring_over_sp = is_planned(true) && !is_planned(false);
+    let is_planned = ranks
+        .iter()
+        .flat_map(|rank| &rank.planned)
+        .any(|volume| is_exchange(volume.op) && volume.axis == RING_AXIS && volume.sent_bytes > 0);
+    let is_counted = ranks.iter().flat_map(|rank| &rank.sent).any(|(axis, ..)| axis == RING_AXIS);
+    // A ring of all sp ranks has their group, whose bytes are counted for sp, with those of linear attention.
+    let is_ring_over_sp = is_planned && !is_counted;
     let kind = |axis: &str, op| match (is_exchange(op), axis) {
         (_, TP_AXIS) => 4,
-        (true, axis) => usize::from(axis == "ring" || is_ring_over_sp),
+        (true, axis) => usize::from(axis == RING_AXIS || is_ring_over_sp),
         (false, "sp" | "tokens") => 3,
         // dp, and the axes of ZeRO's shards.
         (false, _) => 2,
@@ -343,6 +342,8 @@ mod tests {
         };
         let ring = ("ring attention".to_owned(), 5, 6);
         assert_eq!(volumes_of(&[("ring", 5), ("ulysses", 0)], &[("sp", 6)]), std::slice::from_ref(&ring));
+        let with_linear = volumes_of(&[("ring", 5), ("sp", 3)], &[("sp", 9)]);
+        assert_eq!(with_linear, [("ring attention".to_owned(), 8, 9)]);
         let both = volumes_of(&[("ring", 5), ("ulysses", 7)], &[("ring", 6), ("ulysses", 8)]);
         assert_eq!(both, [("Ulysses exchange".to_owned(), 7, 8), ring]);
     }

@@ -163,13 +163,19 @@ impl RunSummary {
     fn traffic(&self) -> Vec<Vec<String>> {
         let columns: BTreeSet<(&str, CollectiveOp)> =
             self.ranks.iter().flat_map(RankSummary::traffic).map(|(axis, op, _)| (axis, op)).collect();
+        let exchanges = columns.iter().filter(|(axis, op)| has_formula(axis, *op));
+        // Linear attention exchanges over sp, attention within a ring over its Ulysses groups.
+        let (last, formula) = match exchanges.clone().count() {
+            0 | 1 => (exchanges.last(), "formula"),
+            _ => (exchanges.last(), "formula of both"),
+        };
         let mut header = vec!["rank".to_owned()];
-        for (axis, op) in &columns {
-            if has_formula(axis, *op) {
-                header.extend([format!("{axis} all_to_all"), "formula".into()]);
-            } else {
-                header.push(format!("{axis} {op}"));
+        for column @ (axis, op) in &columns {
+            match has_formula(axis, *op) {
+                true => header.push(format!("{axis} all_to_all")),
+                false => header.push(format!("{axis} {op}")),
             }
+            header.extend((last == Some(column)).then(|| formula.to_owned()));
         }
         let row = |rank: &RankSummary| {
             let mut row = vec![rank.rank.to_string()];
@@ -177,9 +183,7 @@ impl RunSummary {
                 let sent =
                     rank.traffic().find(|(axis, op, _)| (*axis, *op) == *column).map_or(0, |(.., sent)| sent);
                 row.push(bytes(sent));
-                if has_formula(column.0, column.1) {
-                    row.push(bytes(rank.expected_exchange_bytes));
-                }
+                row.extend((last == Some(column)).then(|| bytes(rank.expected_exchange_bytes)));
             }
             row
         };
@@ -281,6 +285,21 @@ mod tests {
         assert!(lines.contains(&vec!["0", "0", "2_048", "0", "0", "0", "7", "2_055"]), "{text}");
         // Without a counting allocator a category is not zero, it is unknown.
         assert!(lines.contains(&vec!["0", "400", "400", "not", "counted", "400", "0", "0"]), "{text}");
+    }
+
+    #[test]
+    fn exchanges_over_two_axes_have_one_formula() {
+        let with_ulysses = |rank: RankSummary| {
+            let exchange = rank.groups[1].1.clone();
+            let groups = rank.groups.into_iter().chain([("ulysses".into(), exchange)]).collect();
+            RankSummary { groups, ..rank }
+        };
+        let summary = RunSummary { totals: RunTotals::default(), ranks: vec![with_ulysses(rank(0, 2048))] };
+        let text = summary.verbose().to_string();
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        let header = ["rank", "sp", "all_to_all", "ulysses", "all_to_all", "formula", "of", "both"];
+        assert!(lines.contains(&header.to_vec()), "{text}");
+        assert!(lines.contains(&vec!["0", "2_048", "2_048", "4_096"]), "{text}");
     }
 
     #[test]

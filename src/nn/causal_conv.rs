@@ -34,11 +34,10 @@ impl CausalConv {
         self.bias = Some(parameters.add(&format!("{name}.bias"), [channels], Init::Zeros));
     }
 
-    /// Keeps the channels of one rank of tp. `channels`: those of every rank.
-    pub(super) fn divide(&self, parameters: &mut ParameterList, channels: &[Range<usize>], rank: usize) {
+    /// Keeps the channels of one rank of tp. `channels`: those of every rank, ascending.
+    pub(super) fn divide(&self, parameters: &mut ParameterList, channels: &[Vec<Range<usize>>], rank: usize) {
         for parameter in [self.weight].into_iter().chain(self.bias) {
-            let ranks = channels.iter().map(|own| vec![own.clone()]).collect();
-            parameters.shard(parameter, 0, ranks, rank);
+            parameters.shard(parameter, 0, channels.to_vec(), rank);
         }
     }
 

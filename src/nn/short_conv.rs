@@ -112,7 +112,8 @@ impl ShortConv {
         }
         let own: Vec<_> = tp.ranges(self.shape.channels).collect();
         Linear::divide_outputs(parameters, self.input.each_mut(), [&own[..]; 3], tp.rank);
-        self.conv.divide(parameters, &own, tp.rank);
+        let channels: Vec<_> = own.iter().map(|own| vec![own.clone()]).collect();
+        self.conv.divide(parameters, &channels, tp.rank);
         self.out.divide_inputs(parameters, &own, tp.rank);
         self.shape = self.shape.divided(tp);
         Ok(())

@@ -45,13 +45,25 @@ impl MixerConfig {
         }
     }
 
-    /// The heads of which a rank has whole sequences, of a module that is not attention. `tp`: the rank that has a part of it.
-    pub fn exchanged_heads(&self, tp: TensorRank) -> Option<GroupedHeads> {
+    /// The heads of which the ranks of sp have whole sequences, of a module that is not attention.
+    pub fn exchanged_heads(&self) -> Option<GroupedHeads> {
         match self {
             Self::Attention(_) => None,
             Self::LinearAttention(linear) => Some(linear.heads()),
-            Self::ShortConv(conv) => Some(conv.divided(tp).heads()),
+            Self::ShortConv(conv) => Some(conv.heads()),
         }
+    }
+
+    /// That of one rank of tp, with its heads.
+    ///
+    /// # Errors
+    /// Heads that cannot be divided over so many ranks; `layer` is the name for the error.
+    pub fn divided(&self, layer: &str, tp: TensorRank) -> Result<Self, LayerError> {
+        Ok(match self {
+            Self::Attention(attention) => attention.divided(layer, tp)?.0.into(),
+            Self::LinearAttention(linear) => Self::LinearAttention(linear.divided(layer, tp)?.0),
+            Self::ShortConv(conv) => Self::ShortConv(conv.divided(tp)),
+        })
     }
 
     /// The linear attention, if it is that.
@@ -157,14 +169,12 @@ impl TokenMixer {
     /// Keeps the heads or channels of one rank of tp.
     ///
     /// # Errors
-    /// Heads that cannot be divided over so many ranks, or linear attention.
+    /// Heads that cannot be divided over so many ranks.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
         match self {
             Self::Attention(attention) => attention.divide(parameters, tp),
             Self::ShortConv(conv) => conv.divide(parameters, tp),
-            Self::LinearAttention(_) => {
-                Err(LayerError::NoTensorParallelism { layer: parameters.layer().to_owned() })
-            }
+            Self::LinearAttention(linear) => linear.divide(parameters, tp),
         }
     }
 

@@ -37,15 +37,6 @@ pub enum SequenceParallelError {
         /// The sharding.
         sharding: SeqSharding,
     },
-    /// Linear attention and short convolutions cannot pass their state around a ring.
-    #[error(
-        "a layer has linear attention or a short convolution, which need whole sequences, but a ring of {ring_size} ranks shares \
-         them: set `ulysses.ring_size` 1"
-    )]
-    LinearInRing {
-        /// Ranks of the ring.
-        ring_size: usize,
-    },
     /// A ring has another number of ranks than its group.
     #[error("the sharding has a ring of {ring_size} ranks, but its group has {group_size}")]
     RingSize {

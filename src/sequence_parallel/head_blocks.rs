@@ -1,6 +1,7 @@
 //! The blocks of an exchange between tokens and heads, for tensors with heads of any size.
 
 use crate::comm::{RecvBlock, StridedBlock, StridedPlan};
+use crate::mesh::TokenRanges;
 use std::ops::Range;
 
 /// One of the tensors of an exchange.
@@ -19,8 +20,8 @@ pub(super) struct HeadTensor<'a> {
 pub(super) struct HeadBlocks<'a> {
     pub(super) batch: usize,
     pub(super) seq_len: usize,
-    /// The tokens of each rank.
-    pub(super) seq: &'a [Range<usize>],
+    /// The tokens of each rank. Their positions are their places in tensors with all tokens.
+    pub(super) seq: &'a [TokenRanges],
     pub(super) rank: usize,
 }
 
@@ -33,10 +34,16 @@ impl HeadBlocks<'_> {
             let (mut send, mut recv) = (Vec::new(), Vec::new());
             for (index, tensor) in tensors.iter().enumerate() {
                 for (part, _) in parts_by_owner(tensor.heads, self.rank) {
-                    send.push(self.head_sharded((index, tensor), &part, peer));
+                    let tokens = self.seq[peer].ranges().iter();
+                    send.extend(tokens.map(|tokens| self.head_sharded((index, tensor), &part, tokens)));
                 }
                 for (part, accumulate) in parts_by_owner(tensor.heads, peer) {
-                    recv.push(RecvBlock { block: self.seq_sharded((index, tensor), &part), accumulate });
+                    let mut first = 0;
+                    recv.extend(self.seq[self.rank].ranges().iter().map(|tokens| {
+                        let rows = first..first + tokens.len();
+                        first = rows.end;
+                        RecvBlock { block: self.seq_sharded((index, tensor), &part, &rows), accumulate }
+                    }));
                 }
             }
             plan.send.push(send);
@@ -45,40 +52,40 @@ impl HeadBlocks<'_> {
         plan
     }
 
-    /// Heads `part` of this rank's tokens within `[batch, seq_local, num_heads, head_dim]`.
+    /// Heads `part` of some of this rank's tokens within `[batch, seq_local, num_heads, head_dim]`.
     fn seq_sharded(
         &self,
         (index, &HeadTensor { num_heads, head_dim, .. }): (usize, &HeadTensor<'_>),
         part: &Range<usize>,
+        rows: &Range<usize>,
     ) -> StridedBlock {
-        let rows = self.seq[self.rank].len();
         let row_stride = num_heads * head_dim;
         StridedBlock {
             tensor: index,
-            offset: part.start * head_dim,
+            offset: rows.start * row_stride + part.start * head_dim,
             batch: self.batch,
-            batch_stride: rows * row_stride,
-            rows,
+            batch_stride: self.seq[self.rank].len() * row_stride,
+            rows: rows.len(),
             row_stride,
             run: part.len() * head_dim,
         }
     }
 
-    /// Heads `part` of `peer`'s tokens within this rank's `[batch, seq, heads_local, head_dim]`.
+    /// Heads `part` of these tokens within this rank's `[batch, seq, heads_local, head_dim]`.
     fn head_sharded(
         &self,
         (index, &HeadTensor { heads, head_dim, .. }): (usize, &HeadTensor<'_>),
         part: &Range<usize>,
-        peer: usize,
+        tokens: &Range<usize>,
     ) -> StridedBlock {
         let local = &heads[self.rank];
         let row_stride = local.len() * head_dim;
         StridedBlock {
             tensor: index,
-            offset: self.seq[peer].start * row_stride + (part.start - local.start) * head_dim,
+            offset: tokens.start * row_stride + (part.start - local.start) * head_dim,
             batch: self.batch,
             batch_stride: self.seq_len * row_stride,
-            rows: self.seq[peer].len(),
+            rows: tokens.len(),
             row_stride,
             run: part.len() * head_dim,
         }

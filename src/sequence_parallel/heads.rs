@@ -3,7 +3,7 @@
 use super::head_blocks::{HeadBlocks, HeadTensor, transposed};
 use super::{ExchangeVolume, SequenceParallelError};
 use crate::comm::ProcessGroup;
-use crate::mesh::{SeqSharding, shard_range};
+use crate::mesh::SeqSharding;
 use crate::nn::{
     ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare, LayerError,
     LinearAttentionConfig, ShortConvConfig,
@@ -15,14 +15,15 @@ use ulysses_kernels::Workspace;
 use ulysses_kernels::device::dry;
 use ulysses_kernels::memory::{Category, with_category};
 
-/// Exchanges tokens for heads over an sp group, in one all-to-all per call. Ranks beyond the value heads have none.
+/// Exchanges tokens for heads over an sp group, in one all-to-all per call. Ranks beyond the value heads have none. The ranks of a
+/// ring exchange with all others too: each then has whole sequences, in their order.
 pub struct UlyssesHeads {
     group: Arc<dyn ProcessGroup>,
     sharding: SeqSharding,
 }
 
 impl UlyssesHeads {
-    /// Exchanges over `group`, which shares each sequence as `sharding` says. A ring is refused by the first exchange.
+    /// Exchanges over `group`, which shares each sequence as `sharding` says.
     pub fn new(group: Arc<dyn ProcessGroup>, sharding: SeqSharding) -> Self {
         Self { group, sharding }
     }
@@ -33,12 +34,9 @@ impl UlyssesHeads {
         exchanged: &ExchangedHeads<'_>,
         workspace: &Workspace,
     ) -> Result<Vec<Tensor>, SequenceParallelError> {
-        if self.sharding.ring_size > 1 {
-            return Err(SequenceParallelError::LinearInRing { ring_size: self.sharding.ring_size });
-        }
         let ExchangedHeads { heads, kinds, seq_len, gathered, is_backward } = *exchanged;
         let (rank, size) = (self.group.rank(), self.group.world_size());
-        let seq: Vec<_> = (0..size).map(|rank| shard_range(seq_len, size, rank)).collect();
+        let seq: Vec<_> = (0..size).map(|rank| self.sharding.tokens(seq_len, rank)).collect();
         let (key_heads, value_heads) = ranges(heads, size);
         let (mut described, mut received, mut batch) = (Vec::new(), Vec::new(), 0);
         for (index, (tensor, kind)) in tensors.iter().zip(kinds).enumerate() {
@@ -100,7 +98,7 @@ impl HeadExchange for UlyssesHeads {
 }
 
 impl ExchangeVolume {
-    /// The volume of the linear attention of rank i of `size`, with S tokens, Hk key heads and Hv value heads per rank, batch b and
+    /// The volume of the linear attention of rank i of an sp group, with S tokens, Hk key heads and Hv value heads per rank, batch b and
     /// head dimensions Dk and Dv:
     ///
     /// - forward `b·Σ_{j≠i} [S_i(2·Hk_j·Dk + Hv_j(Dv + 2)) + S_j·Hv_i·Dv]`
@@ -108,23 +106,28 @@ impl ExchangeVolume {
     pub fn of_linear_attention(
         shape: &LinearAttentionConfig,
         sizes: [usize; 2],
-        size: usize,
+        sharding: SeqSharding,
         rank: usize,
     ) -> Self {
-        let (keys, values) = ranges(shape.heads(), size);
+        let (keys, values) = ranges(shape.heads(), sharding.sp_size());
         let out = |rank: usize| values[rank].len() * shape.value_head_dim;
         let mixed = |rank: usize| {
             2 * keys[rank].len() * shape.key_head_dim + values[rank].len() * (shape.value_head_dim + 2)
         };
-        Self::of_heads(mixed, out, sizes, size, rank)
+        Self::of_heads(mixed, out, sizes, sharding, rank)
     }
 
-    /// The volume of the short convolution of rank i of `size`, with S tokens and C channels per rank and batch b: forward and
+    /// The volume of the short convolution of rank i of an sp group, with S tokens and C channels per rank and batch b: forward and
     /// backward `b·Σ_{j≠i} [S_i·C_j + S_j·C_i]` each.
-    pub fn of_short_conv(shape: &ShortConvConfig, sizes: [usize; 2], size: usize, rank: usize) -> Self {
-        let (_, channels) = ranges(shape.heads(), size);
+    pub fn of_short_conv(
+        shape: &ShortConvConfig,
+        sizes: [usize; 2],
+        sharding: SeqSharding,
+        rank: usize,
+    ) -> Self {
+        let (_, channels) = ranges(shape.heads(), sharding.sp_size());
         let own = |rank: usize| channels[rank].len();
-        Self::of_heads(own, own, sizes, size, rank)
+        Self::of_heads(own, own, sizes, sharding, rank)
     }
 
     /// The volume of a module whose heads have `mixed` elements per token before it and `out` after it, by rank.
@@ -132,10 +135,10 @@ impl ExchangeVolume {
         mixed: impl Fn(usize) -> usize,
         out: impl Fn(usize) -> usize,
         [batch, seq_len]: [usize; 2],
-        size: usize,
+        sharding: SeqSharding,
         rank: usize,
     ) -> Self {
-        let seq = |rank| shard_range(seq_len, size, rank).len();
+        let (size, seq) = (sharding.sp_size(), |rank| sharding.tokens(seq_len, rank).len());
         let sum = |elems: &dyn Fn(usize) -> usize| {
             (batch * (0..size).filter(|peer| *peer != rank).map(elems).sum::<usize>()) as u64
         };

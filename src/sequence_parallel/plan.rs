@@ -5,7 +5,7 @@
 use super::SequenceParallelError;
 use super::head_blocks::{HeadBlocks, HeadTensor, transposed};
 use crate::comm::{RecvBlock, StridedBlock, StridedPlan};
-use crate::mesh::shard_range;
+use crate::mesh::{TokenRanges, shard_range};
 use std::ops::Range;
 
 /// Shape of the attention tensors that are exchanged. All sizes are global.
@@ -212,6 +212,7 @@ impl ExchangePlan {
         let AttentionShape { batch, seq_len, head_dim, .. } = self.shape;
         let tensors: Vec<_> =
             tensors.iter().map(|&(heads, num_heads)| HeadTensor { heads, num_heads, head_dim }).collect();
-        HeadBlocks { batch, seq_len, seq: &self.seq, rank: self.rank }.head_to_seq(&tensors)
+        let seq: Vec<TokenRanges> = self.seq.iter().cloned().map(TokenRanges::from).collect();
+        HeadBlocks { batch, seq_len, seq: &seq, rank: self.rank }.head_to_seq(&tensors)
     }
 }

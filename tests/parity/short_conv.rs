@@ -23,7 +23,9 @@ fn layouts() -> impl Iterator<Item = Layout> {
     let pipelines = [(1, 1), (2, 1), (1, 3)].map(|(dp, sp)| Layout { pp: 2, ..layout(dp, sp, 1) });
     let divided = [(1, 1, 2), (1, 2, 2), (2, 1, 3), (1, 1, 4)];
     let divided = divided.map(|(dp, sp, tp)| Layout { tp, ..layout(dp, sp, 3) });
-    let all = with_stages.chain(pipelines).chain(divided);
+    let rings = [(2, 2, 1), (2, 4, 1), (3, 3, 1), (2, 2, 2)];
+    let rings = rings.map(|(ring, sp, tp)| Layout { ring, tp, ..layout(1, sp, 2) });
+    let all = with_stages.chain(pipelines).chain(divided).chain(rings);
     all.flat_map(|layout| [1, 2].map(|accumulation| Layout { accumulation, ..layout }))
 }
 
@@ -52,11 +54,4 @@ fn convolutions_are_the_same_on_every_mesh_with_and_without_features() {
         let outcome = problems[number].run(layout).unwrap();
         assert_matches(&outcome, &expected[number], 2e-5, &format!("problem {number}, {layout:?}"));
     }
-}
-
-#[test]
-fn a_ring_is_refused_by_name() {
-    let problem = hybrid(false, packed_batch(), json!({}));
-    let ring = format!("{:#}", problem.run(Layout { ring: 2, ..layout(1, 2, 0) }).unwrap_err());
-    assert!(ring.contains("short convolution") && ring.contains("`ulysses.ring_size` 1"), "{ring}");
 }

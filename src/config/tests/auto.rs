@@ -125,7 +125,7 @@ fn other_autos_count_as_absent() {
 
 #[test]
 fn an_auto_ring_follows_from_the_model_and_a_stated_one_stays() {
-    let limits = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8, has_rings: true };
+    let limits = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8 };
     let ring = |ring_size: &str, overrides: &Overrides| {
         let text = format!(
             r#"{{"train_batch_size": 1, "mesh_param": [1, 16], "ulysses": {{"ring_size": {ring_size}}}}}"#

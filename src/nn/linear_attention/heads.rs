@@ -142,14 +142,14 @@ impl LinearAttention {
         Ok([part(self.a_log)?, part(self.dt_bias)?])
     }
 
-    /// The channels of the convolution of queries, keys and values.
+    /// The channels of the convolution of some heads' queries, keys and values.
     fn channels(&self, HeadShare { keys, values }: &HeadShare) -> [Range<usize>; 3] {
         let (key, value) = (self.shape.key_head_dim, self.shape.value_head_dim);
-        let key_dim = self.shape.key_dim();
-        let from = |start: usize, heads: &Range<usize>, dim: usize| {
-            start + heads.start * dim..start + heads.end * dim
+        let [q, k, v] = &self.channels;
+        let of_heads = |all: &Range<usize>, heads: &Range<usize>, dim: usize| {
+            all.start + heads.start * dim..all.start + heads.end * dim
         };
-        [from(0, keys, key), from(key_dim, keys, key), from(2 * key_dim, values, value)]
+        [of_heads(q, keys, key), of_heads(k, keys, key), of_heads(v, values, value)]
     }
 }
 

@@ -9,9 +9,10 @@
 //!
 //! Convolution and state see whole sequences: before them tokens are [exchanged for heads](super::HeadExchange), after them
 //! heads for tokens. A rank computes the gradients of its own heads' parts of the convolution, `A_log` and `dt_bias`; the sum
-//! over the sequence's ranks is the whole.
+//! over the sequence's ranks is the whole. Ranks of tp divide the heads first.
 
 mod backward;
+mod divide;
 mod forward;
 mod heads;
 mod saved;
@@ -24,6 +25,7 @@ use super::{
     Parameter, ParameterList, RmsNorm,
 };
 use candle_core::Tensor;
+use std::ops::Range;
 
 /// The heads of a layer's linear attention, and its convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +76,8 @@ pub struct LinearAttention {
     out: Linear,
     /// Of queries, keys, values.
     conv: CausalConv,
+    /// The channels of each of them.
+    channels: [Range<usize>; 3],
     dt_bias: Parameter,
     a_log: Parameter,
     norm: RmsNorm,
@@ -97,13 +101,14 @@ impl LinearAttention {
         let b = linear("linear_attn.in_proj_b", num_value_heads);
         let a = linear("linear_attn.in_proj_a", num_value_heads);
         let out = Linear::new(parameters, "linear_attn.out_proj", [hidden_size, value_dim], out_init);
-        let channels = 2 * key_dim + value_dim;
-        let conv = CausalConv::new(parameters, "linear_attn.conv1d", [channels, conv_width], init, true);
+        let num_channels = 2 * key_dim + value_dim;
+        let channels = [0..key_dim, key_dim..2 * key_dim, 2 * key_dim..num_channels];
+        let conv = CausalConv::new(parameters, "linear_attn.conv1d", [num_channels, conv_width], init, true);
         let dt_bias = parameters.add("linear_attn.dt_bias", [num_value_heads], Init::Ones);
         let a_log =
             parameters.add("linear_attn.A_log", [num_value_heads], Init::LogUniform { bounds: DECAYS });
         let norm = RmsNorm::new(parameters, "linear_attn.norm", value_head_dim, NormConfig::from(eps));
-        Self { shape, mixed: [q, k, v, b, a], z, out, conv, dt_bias, a_log, norm }
+        Self { shape, mixed: [q, k, v, b, a], z, out, conv, channels, dt_bias, a_log, norm }
     }
 
     /// Exchanges tensors, of which each has heads of a kind.

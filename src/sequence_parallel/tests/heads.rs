@@ -2,7 +2,7 @@
 
 use super::part;
 use crate::comm::{CollectiveOp, LaunchOptions, ProcessGroup, ProcessGroupExt, launch};
-use crate::mesh::{SeqSharding, shard_range};
+use crate::mesh::SeqSharding;
 use crate::nn::{
     ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare, LayerError,
     LinearAttentionConfig, ShortConvConfig,
@@ -23,6 +23,16 @@ const SHAPE: LinearAttentionConfig = LinearAttentionConfig {
 const BATCH: usize = 2;
 const SEQ_LEN: usize = 13;
 
+/// Ulysses alone, and rings of groups of one or two ranks, whose ranks have two ranges of tokens.
+const SHARDINGS: [SeqSharding; 6] = [
+    SeqSharding { ring_size: 1, ulysses_size: 2 },
+    SeqSharding { ring_size: 1, ulysses_size: 3 },
+    SeqSharding { ring_size: 1, ulysses_size: 5 },
+    SeqSharding { ring_size: 2, ulysses_size: 1 },
+    SeqSharding { ring_size: 2, ulysses_size: 2 },
+    SeqSharding { ring_size: 3, ulysses_size: 1 },
+];
+
 #[test]
 fn value_heads_come_with_their_key_heads_and_ranks_beyond_them_have_none() {
     let heads = GroupedHeads { num_key_heads: 2, num_value_heads: 6 };
@@ -38,10 +48,11 @@ fn heads_of_several_sizes_are_exchanged_and_gradients_of_shared_key_heads_are_su
     let heads = SHAPE.heads();
     let dims = [(HeadKind::Key, 3), (HeadKind::Key, 3), (HeadKind::Value, 5), (HeadKind::Value, 1)];
     let kinds = dims.map(|(kind, _)| kind);
-    for size in [2, 3, 5] {
+    for sharding in SHARDINGS {
+        let size = sharding.sp_size();
         launch(size, &LaunchOptions::default(), |ctx| {
             let group: Arc<dyn ProcessGroup> = ctx.group.clone();
-            let exchange = UlyssesHeads::new(group.clone(), SeqSharding::from(size));
+            let exchange = UlyssesHeads::new(group.clone(), sharding);
             let HeadShare { keys, values } = exchange.share(heads);
             let of = |seq: Vec<usize>, keys: Vec<usize>, values: Vec<usize>| -> Vec<Tensor> {
                 let tensor = |(index, (kind, dim)): (usize, (HeadKind, usize))| {
@@ -57,14 +68,19 @@ fn heads_of_several_sizes_are_exchanged_and_gradients_of_shared_key_heads_are_su
                 gathered,
                 is_backward,
             };
-            let own: Vec<usize> = shard_range(SEQ_LEN, size, group.rank()).collect();
+            let own: Vec<usize> = sharding.tokens(SEQ_LEN, group.rank()).positions().collect();
             let ws = Workspace::new();
             let local = of(own.clone(), (0..2).collect(), (0..4).collect());
             let whole = exchange.exchange(local, &exchanged(Gathered::Tokens, false), &ws)?;
             let expected = of((0..SEQ_LEN).collect(), keys.collect(), values.collect());
             for (got, expected) in whole.iter().zip(&expected) {
                 assert_eq!(got.dims(), expected.dims());
-                assert_eq!(to_vec::<f32>(got)?, to_vec::<f32>(expected)?, "sp {size} rank {}", group.rank());
+                assert_eq!(
+                    to_vec::<f32>(got)?,
+                    to_vec::<f32>(expected)?,
+                    "{sharding:?} rank {}",
+                    group.rank()
+                );
             }
             let back = exchange.exchange(whole, &exchanged(Gathered::Heads, true), &ws)?;
             let users = |key| (0..size).filter(|rank| heads.share(size, *rank).keys.contains(&key)).count();
@@ -76,7 +92,12 @@ fn heads_of_several_sizes_are_exchanged_and_gradients_of_shared_key_heads_are_su
                 let copies = |at: usize| if kind == HeadKind::Key { users(at / dim % heads) } else { 1 };
                 let expected: Vec<f32> =
                     once.iter().enumerate().map(|(at, value)| copies(at) as f32 * value).collect();
-                assert_eq!(to_vec::<f32>(got)?, expected, "sp {size} rank {} tensor {index}", group.rank());
+                assert_eq!(
+                    to_vec::<f32>(got)?,
+                    expected,
+                    "{sharding:?} rank {} tensor {index}",
+                    group.rank()
+                );
             }
             Ok::<_, LayerError>(())
         })
@@ -87,11 +108,11 @@ fn heads_of_several_sizes_are_exchanged_and_gradients_of_shared_key_heads_are_su
 #[test]
 fn the_formula_counts_the_bytes_that_are_sent() {
     let kinds = [HeadKind::Key, HeadKind::Key, HeadKind::Value, HeadKind::Value, HeadKind::Value];
-    for size in [2, 3, 5] {
-        launch(size, &LaunchOptions::default(), |ctx| {
+    for sharding in SHARDINGS {
+        launch(sharding.sp_size(), &LaunchOptions::default(), |ctx| {
             let group: Arc<dyn ProcessGroup> = ctx.group.clone();
-            let exchange = UlyssesHeads::new(group.clone(), SeqSharding::from(size));
-            let (own, ws) = (shard_range(SEQ_LEN, size, group.rank()).len(), Workspace::new());
+            let exchange = UlyssesHeads::new(group.clone(), sharding);
+            let (own, ws) = (sharding.tokens(SEQ_LEN, group.rank()).len(), Workspace::new());
             let run = |tensors: Vec<Tensor>, kinds: &[HeadKind], gathered| {
                 let heads = SHAPE.heads();
                 let exchanged =
@@ -112,8 +133,9 @@ fn the_formula_counts_the_bytes_that_are_sent() {
             run(out, &kinds[2..3], Gathered::Tokens)?;
             run(mixed, &kinds, Gathered::Heads)?;
             let backward = sent() - forward;
-            let volume = ExchangeVolume::of_linear_attention(&SHAPE, [BATCH, SEQ_LEN], size, group.rank());
-            assert_eq!((volume.forward_elems, volume.backward_elems), (forward, backward), "sp {size}");
+            let volume =
+                ExchangeVolume::of_linear_attention(&SHAPE, [BATCH, SEQ_LEN], sharding, group.rank());
+            assert_eq!((volume.forward_elems, volume.backward_elems), (forward, backward), "{sharding:?}");
 
             // The channels of a convolution are heads of one element.
             let (conv, before) = (ShortConvConfig { channels: 7, taps: 3, bias: false }, sent());
@@ -128,8 +150,8 @@ fn the_formula_counts_the_bytes_that_are_sent() {
             let x = vec![ws.alloc((BATCH, own, 7, 1))?];
             let gated = exchange.exchange(x, &exchanged(Gathered::Tokens), &ws)?;
             exchange.exchange(gated, &exchanged(Gathered::Heads), &ws)?;
-            let volume = ExchangeVolume::of_short_conv(&conv, [BATCH, SEQ_LEN], size, group.rank());
-            assert_eq!([volume.forward_elems, volume.backward_elems], [sent() - before; 2], "sp {size}");
+            let volume = ExchangeVolume::of_short_conv(&conv, [BATCH, SEQ_LEN], sharding, group.rank());
+            assert_eq!([volume.forward_elems, volume.backward_elems], [sent() - before; 2], "{sharding:?}");
             Ok::<_, LayerError>(())
         })
         .unwrap();

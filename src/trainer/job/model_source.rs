@@ -184,17 +184,6 @@ pub fn check_exchange(
         (config.ulysses.head_chunks, config.seq_sharding(), config.mesh.tp_size);
     check_tensor_parallel(model, tp_size).or_usage()?;
     let layers = layers_of_tp_ranks(model, tp_size).or_usage()?.concat();
-    if model.needs_whole_sequences() {
-        let fewest = layers.iter().map(|layer| layer.num_heads).min().unwrap_or(1);
-        if sharding.ring_size > 1 || sharding.sp_size() > fewest {
-            return Err(JobError::usage(format!(
-                "the model has linear attention or short convolutions, which need whole sequences and so no ring: expected \
-                 `ulysses.ring_size` 1 and sp of at most {fewest}, the heads of its attention; got a ring of {} and sp = {}",
-                sharding.ring_size,
-                sharding.sp_size()
-            )));
-        }
-    }
     let max_chunks = layers.iter().map(|layer| layer.max_head_chunks()).min().unwrap_or(0);
     if chunks > max_chunks {
         let owner = match tp_size {

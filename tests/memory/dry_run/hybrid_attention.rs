@@ -34,14 +34,22 @@ pub(super) fn cases() -> Vec<Case> {
     let ulysses = |ulysses: Value| json!({ "zero_optimization": { "stage": 2 }, "ulysses": ulysses });
     let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
     let chunks = json!({ "head_chunks": 2, "overlap_exchange": true, "tile_tokens": 5 });
+    let ring = |size: usize| json!({ "ring_size": size, "activation_checkpointing": true });
+    let everything = json!({
+        "zero_optimization": { "stage": 3 }, "pipeline_parallel_size": 2, "tensor_parallel_size": 3, "ulysses": ring(2),
+    });
     vec![
         case("linear attention", hybrid(), (1, 1), 24, ulysses(json!({}))),
         case("linear attention, 1 x 5", hybrid(), (1, 5), 23, ulysses(json!({}))),
         case("linear attention, 2 x 2, recomputed", hybrid(), (2, 2), 22, ulysses(recompute(false))),
         case("linear attention, 1 x 3, outputs kept", hybrid(), (1, 3), 22, ulysses(recompute(true))),
         case("linear attention, 1 x 4, chunks", hybrid(), (1, 4), 25, ulysses(chunks.clone())),
+        case("linear attention, a ring of 2 x 2", hybrid(), (1, 4), 25, ulysses(ring(2))),
+        case("linear attention, a ring of 3, 2 x 3", hybrid(), (2, 3), 23, ulysses(ring(3))),
+        case("linear attention, pp 2, a ring of 2, tp 3", hybrid(), (1, 2), 24, everything),
         case("convolutions, 2 x 3", convolutions(), (2, 3), 23, ulysses(json!({}))),
         case("convolutions, 1 x 2, recomputed", convolutions(), (1, 2), 22, ulysses(recompute(false))),
         case("convolutions, 1 x 4, chunks", convolutions(), (1, 4), 25, ulysses(chunks)),
+        case("convolutions, a ring of 2 x 2", convolutions(), (1, 4), 25, ulysses(ring(2))),
     ]
 }

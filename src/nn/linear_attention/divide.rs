@@ -1,0 +1,66 @@
+//! The heads of one rank of tp.
+
+use super::{LinearAttention, LinearAttentionConfig};
+use crate::nn::attention::scaled;
+use crate::nn::tensor_parallel::are_shared;
+use crate::nn::{HeadDivision, LayerError, Linear, ParameterList, TensorRank};
+use std::ops::Range;
+
+impl LinearAttentionConfig {
+    /// The linear attention of one rank, with the heads of every rank: value heads with the key heads that they use.
+    ///
+    /// # Errors
+    /// Heads that cannot be divided over so many ranks; `layer` is the name for the error.
+    pub fn divided(self, layer: &str, tp: TensorRank) -> Result<(Self, HeadDivision), LayerError> {
+        let heads = HeadDivision::of_layer(layer, [self.num_value_heads, self.num_key_heads], tp)?;
+        let (num_value_heads, num_key_heads) = (heads.q[tp.rank].len(), heads.kv[tp.rank].len());
+        Ok((Self { num_key_heads, num_value_heads, ..self }, heads))
+    }
+}
+
+impl LinearAttention {
+    /// Keeps the heads of one rank of tp; the output is then a summand. If ranks share key heads, the parameters of queries, keys and
+    /// values stay whole, and each rank uses some of their rows and channels.
+    ///
+    /// # Errors
+    /// Heads that cannot be divided over so many ranks.
+    pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
+        let (shape, HeadDivision { q: values, kv: keys }) = self.shape.divided(parameters.layer(), tp)?;
+        let (of_keys, of_values) = (scaled(&keys, shape.key_head_dim), scaled(&values, shape.value_head_dim));
+        let [q, k, v, b, a] = &mut self.mixed;
+        let outputs = [&of_keys, &of_keys, &of_values, &values, &values, &of_values];
+        Linear::divide_outputs(parameters, [q, k, v, b, a, &mut self.z], outputs.map(Vec::as_slice), tp.rank);
+        self.out.divide_inputs(parameters, &of_values, tp.rank);
+
+        let parts = [&of_keys, &of_keys, &of_values];
+        let channels = |rank: usize| -> [Range<usize>; 3] {
+            std::array::from_fn(|part| {
+                let (first, own) = (self.channels[part].start, &parts[part][rank]);
+                first + own.start..first + own.end
+            })
+        };
+        let shares_keys = are_shared(&keys);
+        let own = channels(tp.rank);
+        if !shares_keys {
+            let of_ranks: Vec<_> = (0..tp.size).map(|rank| channels(rank).to_vec()).collect();
+            self.conv.divide(parameters, &of_ranks, tp.rank);
+        }
+        self.channels = if shares_keys { own } else { adjacent(own) };
+        for parameter in [self.dt_bias, self.a_log] {
+            let of_ranks = values.iter().map(|own| vec![own.clone()]).collect();
+            parameters.shard(parameter, 0, of_ranks, tp.rank);
+        }
+        self.shape = shape;
+        Ok(())
+    }
+}
+
+/// Ranges of the same lengths, one after the other from 0.
+fn adjacent(ranges: [Range<usize>; 3]) -> [Range<usize>; 3] {
+    let mut end = 0;
+    ranges.map(|range| {
+        let start = end;
+        end += range.len();
+        start..end
+    })
+}
