@@ -9,10 +9,10 @@ pub mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use parts::{WholeRows, backward_part, forward_part, products, squares};
+pub use parts::{backward_part, forward_part, products, squares};
 
 use super::OpError;
-use super::arg_check::ArgCheck;
+use super::arg_check::{ArgCheck, Argument};
 use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
@@ -42,6 +42,31 @@ impl Gain<'_> {
             0.0 => Cow::Borrowed(weight),
             offset => weight.iter().map(|weight| weight + offset).collect(),
         }
+    }
+}
+
+/// The whole rows that the rows of a tensor are parts of.
+#[derive(Debug, Clone, Copy)]
+pub struct WholeRows<'a> {
+    /// Elements of a whole row.
+    pub width: usize,
+    /// Sums over whole rows, `[n]` in f32: of [`squares`] for the forward pass, of [`products`] for the backward pass.
+    pub sums: &'a Tensor,
+}
+
+impl<'a> WholeRows<'a> {
+    /// Checks the sums, if there are any, for `n` parts of `d` elements, and returns them as an argument.
+    fn check(
+        whole: Option<Self>,
+        call: ArgCheck,
+        (n, d): (usize, usize),
+        gain: Gain<'_>,
+    ) -> Result<Option<Argument<'a>>, OpError> {
+        let Some(Self { width, sums }) = whole else { return Ok(None) };
+        call.expect(("sums", sums), &[n])?;
+        call.expect_value("width", width as f64, width >= d, "at least the elements of a part")?;
+        call.expect_value("gain.centered", 1.0, !gain.centered, "0: the mean of a whole row is not known")?;
+        Ok(Some(("sums", sums)))
     }
 }
 

@@ -1,36 +1,11 @@
 //! RMS normalization of rows that ranks divide: each has some elements of every row, and sums over whole rows.
 
-use super::{Gain, cpu, cuda, run_backward, run_forward};
+use super::{Gain, WholeRows, cpu, cuda, run_backward, run_forward};
 use crate::OpError;
-use crate::arg_check::{ArgCheck, Argument};
+use crate::arg_check::ArgCheck;
 use crate::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
-
-/// The whole rows that the rows of a tensor are parts of.
-#[derive(Debug, Clone, Copy)]
-pub struct WholeRows<'a> {
-    /// Elements of a whole row.
-    pub width: usize,
-    /// Sums over whole rows, `[n]` in f32: of [`squares`] for the forward pass, of [`products`] for the backward pass.
-    pub sums: &'a Tensor,
-}
-
-impl<'a> WholeRows<'a> {
-    /// Checks the sums, if there are any, for `n` parts of `d` elements, and returns them as an argument.
-    pub(super) fn check(
-        whole: Option<Self>,
-        call: ArgCheck,
-        (n, d): (usize, usize),
-        gain: Gain<'_>,
-    ) -> Result<Option<Argument<'a>>, OpError> {
-        let Some(Self { width, sums }) = whole else { return Ok(None) };
-        call.expect(("sums", sums), &[n])?;
-        call.expect_value("width", width as f64, width >= d, "at least the elements of a part")?;
-        call.expect_value("gain.centered", 1.0, !gain.centered, "0: the mean of a whole row is not known")?;
-        Ok(Some(("sums", sums)))
-    }
-}
 
 /// Writes the sum of the squares of each row.
 ///
