@@ -3,7 +3,7 @@
 
 namespace {
 
-// `CHUNK` of `src/gated_delta/layout.rs`, and the columns of a state that a block of a scan has.
+// `CHUNK` of `src/gated_delta/segments.rs`, and the columns of a state that a block of a scan has.
 constexpr u32 kChunk = 64, kColumns = 32;
 constexpr u32 kNone = 0xffffffff;
 

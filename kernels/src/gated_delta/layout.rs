@@ -1,16 +1,11 @@
 //! The documents and heads of a call.
 
 use super::cuda::Plan;
+use super::segments::{CHUNK, STATE_INTERVAL};
 use crate::Documents;
 use crate::device_table::DeviceTable;
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
-
-/// Tokens of a chunk, the part of a document that is computed with matmuls.
-pub(super) const CHUNK: usize = 64;
-
-/// Tokens between two states that the forward pass saves of a document.
-pub(super) const STATE_INTERVAL: usize = 1024;
 
 /// Documents and heads of a call: where states begin, and which key head each value head uses.
 ///

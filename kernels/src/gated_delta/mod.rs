@@ -15,21 +15,23 @@
 //! `q, k [B, S, Hk, Dk]`, `v, o [B, S, Hv, Dv]` of one element type; `g, beta [B, S, Hv]` in f32. A gradient has the shape
 //! and the element type of its tensor.
 
+mod backward;
 mod cpu;
 mod cuda;
+mod forward;
 mod layout;
 pub mod reference;
 mod segments;
 #[cfg(test)]
 mod tests;
 
+pub use backward::backward;
+pub use forward::forward;
 pub use layout::DeltaLayout;
 
 use super::OpError;
 use super::Workspace;
 use super::arg_check::{ArgCheck, Argument};
-use super::cast::with_element_type;
-use crate::device::Target;
 use crate::device::dry::{self, DryCpu, MatmulOp};
 use candle_core::Tensor;
 
@@ -66,116 +68,6 @@ pub struct Gradients<'a> {
     pub dg: &'a Tensor,
     /// Gradient of the rates.
     pub dbeta: &'a Tensor,
-}
-
-/// Writes the output, and the states at some tokens for [`backward`], if it will be called.
-///
-/// # Shapes
-/// [`Operands`] to `o [B, S, Hv, Dv]`, and `states` of [`DeltaLayout::states_shape`] in f32.
-///
-/// # Errors
-/// A tensor that is not contiguous, or whose shape, element type or device does not match; a `v_to_k` with a key head that
-/// does not exist; an output that shares storage with another argument; a device without kernels in this build.
-pub fn forward<'a>(
-    operands: &Operands<'_>,
-    o: &Tensor,
-    states: impl Into<Option<&'a Tensor>>,
-    workspace: &Workspace,
-) -> Result<(), OpError> {
-    let call = ArgCheck::new("gated_delta::forward");
-    let states = states.into().map(|states| ("states", states));
-    let sizes = Sizes::check(call, operands)?;
-    call.expect(("o", o), &sizes.value_shape())?;
-    sizes.check_states(call, operands, states)?;
-    let outputs: Vec<_> = [("o", o)].into_iter().chain(states).collect();
-    let target = call.target(&outputs, &operands.named())?;
-    let dtype =
-        call.element_type(&[&operands.elements()[..], &[("o", o)]].concat(), &operands.sums(states))?;
-    let Operands { q, k, v, g, beta, layout } = *operands;
-    report_flops(layout, &sizes, false);
-    match target {
-        Target::Cpu => sizes.with_scratch(call, layout, workspace, false, |scratch| {
-            with_element_type!(dtype, T => call.on_cpu([q, k, v], [o], |[q, k, v]: [&[T]; 3], [o]| {
-                call.on_cpu([g, beta], [], |gates, []| {
-                    let problem = cpu::Problem::new(sizes, layout, [q, k, v], gates);
-                    let mut run = |states: Option<&mut [f32]>| {
-                        cpu::forward(&problem, o, states, scratch);
-                        Ok(())
-                    };
-                    match states {
-                        Some((_, states)) => call.write(states, |states| run(Some(states))),
-                        None => run(None),
-                    }
-                })?
-            })?)
-        }),
-        Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, false),
-        Target::Kernels(launcher) => {
-            let (states, scratch) = (states.map(|(_, states)| states), sizes.cuda_scratch(workspace, false)?);
-            call.kernels(cuda::forward(&launcher, (dtype, &sizes), operands, [o, &scratch], states))?;
-            workspace.recycle(scratch);
-            Ok(())
-        }
-    }
-}
-
-/// Writes the gradients. The result has the same bits for any number of threads.
-///
-/// # Shapes
-/// [`Operands`], the `states` of [`forward`] and `dout [B, S, Hv, Dv]` to [`Gradients`].
-///
-/// # Errors
-/// As [`forward`].
-pub fn backward(
-    operands: &Operands<'_>,
-    states: &Tensor,
-    dout: &Tensor,
-    gradients: &Gradients<'_>,
-    workspace: &Workspace,
-) -> Result<(), OpError> {
-    let call = ArgCheck::new("gated_delta::backward");
-    let Gradients { dq, dk, dv, dg, dbeta } = *gradients;
-    let sizes = Sizes::check(call, operands)?;
-    sizes.check_states(call, operands, Some(("states", states)))?;
-    for argument in [("dout", dout), ("dv", dv)] {
-        call.expect(argument, &sizes.value_shape())?;
-    }
-    for argument in [("dq", dq), ("dk", dk)] {
-        call.expect(argument, &sizes.key_shape())?;
-    }
-    for argument in [("dg", dg), ("dbeta", dbeta)] {
-        call.expect(argument, &sizes.gate_shape())?;
-    }
-    let elements = [("dq", dq), ("dk", dk), ("dv", dv)];
-    let sums = [("dg", dg), ("dbeta", dbeta)];
-    let inputs = [&operands.named()[..], &[("states", states), ("dout", dout)]].concat();
-    let target = call.target(&[&elements[..], &sums].concat(), &inputs)?;
-    let elements = [&operands.elements()[..], &[("dout", dout)], &elements].concat();
-    let dtype =
-        call.element_type(&elements, &[&operands.sums(Some(("states", states)))[..], &sums].concat())?;
-    let Operands { q, k, v, g, beta, layout } = *operands;
-    report_flops(layout, &sizes, true);
-    match target {
-        Target::Cpu => sizes.with_scratch(call, layout, workspace, true, |scratch| {
-            with_element_type!(dtype, T => {
-                call.on_cpu([q, k, v, dout], [dq, dk, dv], |[q, k, v, dout]: [&[T]; 4], [dq, dk, dv]| {
-                    call.on_cpu([g, beta, states], [dg, dbeta], |[g, beta, states], [dg, dbeta]| {
-                        let problem = cpu::Problem::new(sizes, layout, [q, k, v], [g, beta]);
-                        let gradients = cpu::Gradients { dq, dk, dv, dg, dbeta };
-                        cpu::backward(&problem, states, dout, gradients, scratch);
-                    })
-                })?
-            })
-        }),
-        Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, true),
-        Target::Kernels(launcher) => {
-            let scratch = sizes.cuda_scratch(workspace, true)?;
-            let inputs = [states, dout, &scratch];
-            call.kernels(cuda::backward(&launcher, (dtype, &sizes), operands, inputs, gradients))?;
-            workspace.recycle(scratch);
-            Ok(())
-        }
-    }
 }
 
 /// Reports the FLOPs of a dry run. A backward pass counts twice the forward pass; what it computes again does not count.

@@ -1,10 +1,15 @@
 //! Divides the documents of a sequence into chunks, and these into segments that are processed one after the other.
 
 use super::Sizes;
-pub(super) use super::layout::{CHUNK, STATE_INTERVAL};
 use crate::Documents;
 use rayon::prelude::*;
 use std::ops::Range;
+
+/// Tokens of a chunk, the part of a document that is computed with matmuls.
+pub(super) const CHUNK: usize = 64;
+
+/// Tokens between two states that the forward pass saves of a document.
+pub(super) const STATE_INTERVAL: usize = 1024;
 
 /// Largest number of states that are kept per segment: one per whole chunk.
 pub(super) const SLOTS: usize = STATE_INTERVAL / CHUNK;

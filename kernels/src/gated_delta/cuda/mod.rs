@@ -13,7 +13,7 @@ use candle_core::{DType, Tensor};
 use plan::PlanStep;
 
 /// `kChunk` and `kColumns` of the kernels: tokens of a chunk, and columns of a state that one block of a scan has.
-const CHUNK: usize = super::layout::CHUNK;
+const CHUNK: usize = super::segments::CHUNK;
 const COLUMNS: usize = 32;
 
 /// `Sizes` of the kernels.
