@@ -266,6 +266,8 @@ impl TensorOptions {
 
 fn contiguous_range(layout: &Layout) -> Result<std::ops::Range<usize>> {
     match layout.contiguous_offsets() {
+        // A view without elements may begin behind the storage.
+        _ if layout.shape().elem_count() == 0 => Ok(0..0),
         Some((start, end)) => Ok(start..end),
         None => bail!(
             "expected a contiguous tensor, got strides {:?} for shape {:?}",
@@ -328,5 +330,14 @@ mod tests {
             assert_eq!(elements.len(), 1, "CUDA refuses to allocate nothing");
             assert!(to_vec::<half::bf16>(&view).unwrap().is_empty());
         }
+    }
+
+    #[test]
+    fn a_view_without_elements_may_begin_behind_its_storage() {
+        let view = zeros((0, 3, 4), DType::F32, &Device::Cpu).unwrap().narrow(1, 1, 2).unwrap();
+        assert_eq!(view.layout().start_offset(), 4);
+        assert_eq!(with_slice(&view, |elements: &[f32]| elements.len()).unwrap(), 0);
+        let slices = with_slices(&[&view], |slices: &[&[f32]]| slices[0].len());
+        assert_eq!(slices.unwrap(), 0);
     }
 }

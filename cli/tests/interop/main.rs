@@ -111,11 +111,8 @@ fn main() -> ExitCode {
         test("transformers_reads_an_export_in_several_files", Box::new(|python| exported(python, "1"))),
     ];
     for (family, one_mesh) in FAMILIES.into_iter().zip(MESHES.iter().cycle()) {
-        // Norms over all heads and linear attention cannot be divided.
-        let is_whole = ["olmo", "qwen3_5"].iter().any(|whole| family.starts_with(whole));
         let meshes = match family {
             _ if ON_ALL_MESHES.contains(&family) => &MESHES[..],
-            _ if is_whole => &["pp=2,sp=2"],
             _ => std::slice::from_ref(one_mesh),
         };
         let name = format!("transformers_and_ulysses_train_a_random_{family}_alike");
