@@ -163,19 +163,16 @@ impl RunSummary {
     fn traffic(&self) -> Vec<Vec<String>> {
         let columns: BTreeSet<(&str, CollectiveOp)> =
             self.ranks.iter().flat_map(RankSummary::traffic).map(|(axis, op, _)| (axis, op)).collect();
-        let exchanges = columns.iter().filter(|(axis, op)| has_formula(axis, *op));
+        let exchanges: Vec<_> = columns.iter().filter(|(axis, op)| has_formula(axis, *op)).collect();
         // Linear attention exchanges over sp, attention within a ring over its Ulysses groups.
-        let (last, formula) = match exchanges.clone().count() {
-            0 | 1 => (exchanges.last(), "formula"),
-            _ => (exchanges.last(), "formula of both"),
-        };
+        let formula = if exchanges.len() > 1 { "formula of both" } else { "formula" };
         let mut header = vec!["rank".to_owned()];
         for column @ (axis, op) in &columns {
             match has_formula(axis, *op) {
                 true => header.push(format!("{axis} all_to_all")),
                 false => header.push(format!("{axis} {op}")),
             }
-            header.extend((last == Some(column)).then(|| formula.to_owned()));
+            header.extend((exchanges.last() == Some(&column)).then(|| formula.to_owned()));
         }
         let row = |rank: &RankSummary| {
             let mut row = vec![rank.rank.to_string()];
@@ -183,7 +180,7 @@ impl RunSummary {
                 let sent =
                     rank.traffic().find(|(axis, op, _)| (*axis, *op) == *column).map_or(0, |(.., sent)| sent);
                 row.push(bytes(sent));
-                row.extend((last == Some(column)).then(|| bytes(rank.expected_exchange_bytes)));
+                row.extend((exchanges.last() == Some(&column)).then(|| bytes(rank.expected_exchange_bytes)));
             }
             row
         };
