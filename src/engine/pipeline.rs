@@ -53,7 +53,7 @@ pub(super) struct Pipeline {
     pub(super) parameters: Vec<String>,
     /// Those that input and objective share.
     pub(super) tied: Vec<String>,
-    /// What the current pass of a schedule does with messages, where one stream has them all.
+    /// Messages to send after the current pass of a schedule. `None`: all of them.
     pub(super) due: Option<DueMessages>,
 }
 
@@ -88,7 +88,7 @@ impl Pipeline {
         Ok(self.schedule.schedule(ranks, micro_batches)?.ranks.swap_remove(rank))
     }
 
-    /// What happens to the messages after each of these passes; nothing where messages do not wait for each other.
+    /// Messages to send after each pass of a step. Empty if messages do not share one stream: then each is sent at once.
     pub(super) fn due_messages(&self, micro_batches: usize) -> Result<Vec<DueMessages>, ScheduleError> {
         if !self.neighbors.have_one_stream() {
             return Ok(Vec::new());

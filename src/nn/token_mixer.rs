@@ -8,7 +8,7 @@ use super::{
 };
 use candle_core::Tensor;
 
-/// What mixes the tokens of a layer: its sizes and options.
+/// Sizes and options of a layer's token mixer: attention, linear attention or short convolution.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum MixerConfig {
     /// Attention.

@@ -3,7 +3,7 @@
 use super::{Action, Schedule, ScheduleError};
 use std::collections::HashMap;
 
-/// What a rank does with its messages after a pass.
+/// Messages that a rank sends after a pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DueMessages {
     /// Receivers: the oldest message to each of them is sent now.
@@ -12,7 +12,7 @@ pub struct DueMessages {
     pub join_next: bool,
 }
 
-/// Returns what a rank does with its messages after each pass of a schedule.
+/// Returns the messages that a rank sends after each pass of a schedule.
 ///
 /// A message is due when its receiver begins the pass that needs it, in a step whose passes all take the same time. So both of its ranks
 /// have it at the same place in the order of time, and no rank waits for a message that is due later than one of its own.

@@ -42,7 +42,7 @@ impl DeltaLayout {
         [self.documents.batch(), self.v_to_k.len(), states, key_dim, value_dim]
     }
 
-    /// What the CUDA kernels read of the layout.
+    /// Segments and chunks, for the CUDA kernels.
     pub(super) fn plan(&self) -> &Plan {
         self.plan.get_or_init(|| Plan::new(&self.documents, &self.v_to_k))
     }

@@ -11,7 +11,7 @@ pub(super) const CHUNK: usize = 64;
 /// Tokens between two states that the forward pass saves of a document.
 pub(super) const STATE_INTERVAL: usize = 1024;
 
-/// Largest number of states that are kept per segment: one per whole chunk.
+/// The maximum number of states per segment: one per whole chunk.
 pub(super) const SLOTS: usize = STATE_INTERVAL / CHUNK;
 
 /// Up to [`CHUNK`] tokens of one document.
