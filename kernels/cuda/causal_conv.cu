@@ -60,7 +60,7 @@ __device__ __forceinline__ void forward(T *y, const T *x, const T *weight, const
     }
 }
 
-// dx, and the sums of the block's tokens for the gradients of each tap and of the bias: partial[block, width + 1, channels].
+// dx, and the sums of the block's tokens for the gradients of the weight `[channels, width]` and then of the bias `[channels]`.
 // An input's gradient is complete once the last token that reads it has been seen, `kTaps` − 1 tokens later.
 template <typename T>
 __device__ __forceinline__ void backward(T *dx, float *partial, const T *dy, const T *x, const T *weight, const T *bias,
@@ -92,28 +92,15 @@ __device__ __forceinline__ void backward(T *dx, float *partial, const T *dy, con
         }
         if (token >= begin + kTaps - 1) dx[(token - (kTaps - 1)) * channels + channel] = round_to<T>(dinputs[kTaps - 1]);
     }
-    partial += static_cast<u64>(blockIdx.x) * (width + 1) * channels + channel;
+    partial += static_cast<u64>(blockIdx.x) * (width + 1) * channels;
 #pragma unroll
     for (u32 tap = 0; tap < kTaps; ++tap) {
-        if (tap < width) partial[tap * channels] = dtaps[tap];
+        if (tap < width) partial[channel * width + width - 1 - tap] = dtaps[tap];
     }
-    partial[width * channels] = dbias;
+    partial[channels * width + channel] = dbias;
 }
 
 }  // namespace
-
-// Adds Σ partial, block by block, to the gradients of the taps `[channels, width]` and of the bias, if they are not null.
-KERNEL(causal_conv_sum_blocks, float *dweight, float *dbias, const float *__restrict__ partial, u32 blocks, u32 channels, u32 width) {
-    const u64 i = global_thread();
-    if (i >= (width + 1) * channels) return;
-    const u32 tap = static_cast<u32>(i) / channels, channel = static_cast<u32>(i) % channels;
-    float *to = dbias != nullptr ? dbias + channel : nullptr;
-    if (tap < width) to = dweight != nullptr ? dweight + channel * width + width - 1 - tap : nullptr;
-    if (to == nullptr) return;
-    float sum = 0.0f;
-    for (u32 block = 0; block < blocks; ++block) sum += partial[static_cast<u64>(block) * (width + 1) * channels + i];
-    *to += sum;
-}
 
 #define INSTANTIATE(T, suffix)                                                                                  \
     KERNEL(causal_conv_forward_##suffix, T *__restrict__ y, const T *__restrict__ x,                            \

@@ -50,17 +50,6 @@ __device__ __forceinline__ void backward(T *da, T *db, float *partial, const T *
 
 }  // namespace
 
-// Adds Σ partial, block by block, to the gradients of a_log and dt_bias that are not null.
-KERNEL(delta_gates_sum_blocks, float *da_log, float *ddt_bias, const float *__restrict__ partial, u32 blocks, u32 heads) {
-    const u64 i = global_thread();
-    if (i >= 2 * heads) return;
-    float *to = i < heads ? da_log : ddt_bias;
-    if (to == nullptr) return;
-    float sum = 0.0f;
-    for (u32 block = 0; block < blocks; ++block) sum += partial[static_cast<u64>(block) * 2 * heads + i];
-    to[i % heads] += sum;
-}
-
 #define INSTANTIATE(T, suffix)                                                                                  \
     KERNEL(delta_gates_forward_##suffix, float *__restrict__ g, float *__restrict__ beta,                       \
            const T *__restrict__ a, const T *__restrict__ b, const T *__restrict__ a_log,                       \

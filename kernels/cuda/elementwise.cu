@@ -127,6 +127,15 @@ template <typename T> struct Fill {
 
 }  // namespace
 
+// sums += Σ partial over the blocks, in order, where each block has a row of `row` elements.
+KERNEL(elementwise_add_blocks, float *__restrict__ sums, const float *__restrict__ partial, u32 blocks, u32 row, u32 size) {
+    const u64 i = global_thread();
+    if (i >= size) return;
+    float sum = 0.0f;
+    for (u32 block = 0; block < blocks; ++block) sum += partial[static_cast<u64>(block) * row + i];
+    sums[i] += sum;
+}
+
 #define INSTANTIATE(T, suffix)                                                                                 \
     KERNEL(elementwise_sum_of_squares_##suffix, double *partial, const T *__restrict__ x, u64 size) {          \
         sum_of_squares(partial, x, size);                                                                      \

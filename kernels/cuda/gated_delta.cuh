@@ -167,6 +167,14 @@ __device__ void multiply(float *to, u32 to_row, float keep, float sign, const Ma
     __syncthreads();
 }
 
+// Writes exp(γ) and exp(γ_end − γ) of a chunk.
+__device__ __forceinline__ void write_decays(float *decays, float *decays_to_end, const float *decay, u32 len) {
+    for (u32 i = threadIdx.x; i < len; i += kThreads) {
+        decays[i] = expf(decay[i]);
+        decays_to_end[i] = expf(decay[len - 1] - decay[i]);
+    }
+}
+
 // Aᵢⱼ = (qᵢ·kⱼ) exp(γᵢ − γⱼ) for j ≤ i, and zeros.
 __device__ __forceinline__ void write_attention(float *a, const float *qk, const float *decay, u32 len) {
     for (u32 e = threadIdx.x; e < len * kChunk; e += kThreads) {

@@ -218,11 +218,8 @@ __device__ __forceinline__ void backward_chunk(T *dq, T *dk, T *dv, float *dg, f
         if (v_to_k[head] != key_head) continue;
         const ValueChunk at = {chunk, key, {values, chunk, head, sizes}, {gradients, chunk, head, sizes}, sizes,
                                factors[0], factors[1], factors[2]};
-        for (u32 i = threadIdx.x; i < chunk.len; i += kThreads) {
-            factors[0][i] = expf(at.value.decay[i]);
-            factors[1][i] = expf(at.value.decay[chunk.len - 1] - at.value.decay[i]);
-            factors[2][i] = factors[0][i] * at.value.rate[i];
-        }
+        write_decays(factors[0], factors[1], at.value.decay, chunk.len);
+        for (u32 i = threadIdx.x; i < chunk.len; i += kThreads) factors[2][i] = factors[0][i] * at.value.rate[i];
         const Sums sums = {sums_of_tokens[0], sums_of_tokens[1]};
         at.through_pairs(to, sums, da, dl);
         if (chunk.state != kNone) at.through_state(to, sums);
@@ -254,11 +251,8 @@ KERNEL(gated_delta_scan_backward, float *gradients, const float *values, const f
         const ValueRows<const float> value(values, chunk, head, sizes);
         const GradientRows<float> gradient(gradients, chunk, head, sizes);
         float *dstate = gradient.state + first, *dupdates = gradient.updates + first;
-        for (u32 i = threadIdx.x; i < chunk.len; i += kThreads) {
-            decays[i] = expf(value.decay[i]);
-            decays_to_end[i] = expf(value.decay[chunk.len - 1] - value.decay[i]);
-            decayed_rates[i] = decays[i] * value.rate[i];
-        }
+        write_decays(decays, decays_to_end, value.decay, chunk.len);
+        for (u32 i = threadIdx.x; i < chunk.len; i += kThreads) decayed_rates[i] = decays[i] * value.rate[i];
         for (u32 e = threadIdx.x; e < key_dim * width; e += kThreads) {
             const u32 i = e / width * dim + e % width;
             if (chunk.dstate == kNone) {

@@ -35,7 +35,6 @@ __device__ __forceinline__ void scan(float *values, float *saved, const float *r
                                      const u32 *v_to_k, const u32 *chunks, const u32 *segments, const Sizes &sizes) {
     SHARED(float, decays, [kChunk]);
     SHARED(float, decays_to_end, [kChunk]);
-    SHARED(float, rates, [kChunk]);
     const u32 sequence = blockIdx.x, head = blockIdx.y, first = blockIdx.z * kColumns;
     const u32 key_dim = sizes.key_dim, dim = sizes.value_dim, width = dim - first < kColumns ? dim - first : kColumns;
     const u64 state_size = static_cast<u64>(key_dim) * dim;
@@ -53,11 +52,7 @@ __device__ __forceinline__ void scan(float *values, float *saved, const float *r
                 if (saved != nullptr) saved[at + first + i] = state[i];
             }
         }
-        for (u32 i = threadIdx.x; i < chunk.len; i += kThreads) {
-            decays[i] = expf(value.decay[i]);
-            decays_to_end[i] = expf(value.decay[chunk.len - 1] - value.decay[i]);
-            rates[i] = value.rate[i];
-        }
+        write_decays(decays, decays_to_end, value.decay, chunk.len);
         for (u32 e = threadIdx.x; e < chunk.len * width; e += kThreads) {
             const u32 i = e / width, column = e % width;
             errors[i * dim + column] = widen(v[(chunk.token_at(i, sizes) * sizes.value_heads + head) * dim + first + column]);
@@ -74,7 +69,7 @@ __device__ __forceinline__ void scan(float *values, float *saved, const float *r
             multiply<2>(errors, dim, 1.0f, -1.0f, matrix(key.k, key_dim, decays), matrix(state, dim),
                         {chunk.len, width, key_dim});
         }
-        multiply<2>(updates, dim, 0.0f, 1.0f, matrix(value.inverse, kChunk), matrix(errors, dim, rates),
+        multiply<2>(updates, dim, 0.0f, 1.0f, matrix(value.inverse, kChunk), matrix(errors, dim, value.rate),
                     {chunk.len, width, chunk.len});
         if (chunk.dstate != kNone) {
             multiply<2>(state, dim, decays[chunk.len - 1], 1.0f, transposed(key.k, key_dim),

@@ -147,15 +147,6 @@ __device__ __forceinline__ void backward_weight(float *partial, const T *dy, con
 
 }  // namespace
 
-// dweight += Σ over the chunks, in order.
-KERNEL(rms_norm_sum_chunks, float *__restrict__ dweight, const float *__restrict__ partial, u32 chunks, u32 d) {
-    const u64 column = global_thread();
-    if (column >= d) return;
-    float sum = 0.0f;
-    for (u32 chunk = 0; chunk < chunks; ++chunk) sum += partial[static_cast<u64>(chunk) * d + column];
-    dweight[column] += sum;
-}
-
 #define INSTANTIATE(T, suffix)                                                                                 \
     KERNEL(rms_norm_forward_##suffix, T *__restrict__ y, float *__restrict__ rstd, const T *__restrict__ x,    \
            const T *__restrict__ weight, const float *sums, u32 d, float width, float eps, float offset,       \

@@ -173,7 +173,7 @@ fn imported(python: &Python, family: &str, meshes: &[&str]) {
     place.run(&["train", "c.json", "--mesh", meshes[meshes.len() - 1]]).assert_done();
     place.run(&["checkpoint", "export", "out", "--output", "hf"]).assert_done();
     let made = meshes.iter().map(|mesh| ("made", *mesh));
-    // Where outputs of linear attention are near 0, their norm magnifies rounding: whose is larger is chance.
+    // One gradient of linear attention was 8 times as far from f64 once, for a reason that is not known.
     let factor = if family.starts_with("qwen3_5") { 4.0 * FACTOR } else { FACTOR };
     compare(python, &place, factor, &made.chain([("hf", "2x2")]).collect::<Vec<_>>());
     if family.ends_with("vision") {

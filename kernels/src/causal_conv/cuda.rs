@@ -2,6 +2,7 @@
 
 use super::{Filter, Sizes};
 use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, sources::CAUSAL_CONV};
+use crate::elementwise::add_blocks;
 use candle_core::{DType, Tensor};
 
 /// Tokens of a block: `kTokens` of the kernels.
@@ -49,8 +50,8 @@ pub(super) fn backward(
     }
     let Sizes { tokens, channels, width } = sizes;
     let kernel = Kernel::of_dtype(&CAUSAL_CONV, "causal_conv_backward", dtype)?;
-    let blocks = tokens.div_ceil(TOKENS);
-    let partial = crate::tensor::empty((blocks, width + 1, channels), DType::F32, x.device())?;
+    let partial =
+        crate::tensor::empty((tokens.div_ceil(TOKENS), (width + 1) * channels), DType::F32, x.device())?;
     let before = filter.documents.tokens_before(x.device())?;
     let inputs: Vec<_> = [dy, x, filter.weight, &before].into_iter().chain(filter.bias).collect();
     launcher.open_slices(&[dx, &partial], &inputs, |addresses| {
@@ -58,21 +59,10 @@ pub(super) fn backward(
         let bias = addresses.get(6).copied().unwrap_or(Address::null(dtype));
         let tensors = [dx, partial, dy, x, weight, bias, before].map(Into::into);
         let args = [&tensors[..], &sizes.args(), &[filter.silu.into()]].concat();
-        // SAFETY: as in `forward`; dy and dx are like x, and `partial` has a row per block and tap, and one per block.
+        // SAFETY: as in `forward`; dy and dx are like x, and `partial` has a row per block, like weight and bias.
         unsafe { launcher.launch(&kernel, grid(sizes), &args) }
     })?;
     // One at a time: the gradients may be parts of one tensor, which can be opened once.
-    for (sums, is_bias) in [(dweight, false), (dbias, true)] {
-        let Some(sums) = sums else { continue };
-        let kernel = Kernel::new(&CAUSAL_CONV, "causal_conv_sum_blocks");
-        launcher.open([sums], [&partial], |[sums], [partial]| {
-            let null = Address::null_output(DType::F32);
-            let [dweight, dbias] = if is_bias { [null, sums] } else { [sums, null] };
-            let counts = [blocks, channels, width].map(|count| (count as u32).into());
-            let args = [&[dweight.into(), dbias.into(), partial.into()], &counts[..]].concat();
-            // SAFETY: `partial` as above; dweight has `width` elements per channel, dbias one.
-            unsafe { launcher.launch(&kernel, Grid::threads((width + 1) * channels), &args) }
-        })?;
-    }
-    Ok(())
+    dweight.map_or(Ok(()), |dweight| add_blocks(launcher, dweight, &partial, 0))?;
+    dbias.map_or(Ok(()), |dbias| add_blocks(launcher, dbias, &partial, width * channels))
 }

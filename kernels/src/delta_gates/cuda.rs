@@ -1,7 +1,8 @@
 //! The launches of `cuda/delta_gates.cu`.
 
 use super::{Gradients, Operands};
-use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, sources::DELTA_GATES};
+use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::DELTA_GATES};
+use crate::elementwise::add_blocks;
 use candle_core::{DType, Tensor};
 
 /// Tokens that a block sums: `kTokens` of the kernels.
@@ -49,17 +50,6 @@ pub(super) fn backward(
         unsafe { launcher.launch(&kernel, grid, &args) }
     })?;
     // One at a time: the gradients may be parts of one tensor, which can be opened once.
-    for (sums, is_bias) in [(da_log, false), (ddt_bias, true)] {
-        let Some(sums) = sums else { continue };
-        let kernel = Kernel::new(&DELTA_GATES, "delta_gates_sum_blocks");
-        launcher.open([sums], [&partial], |[sums], [partial]| {
-            let null = Address::null_output(DType::F32);
-            let [da_log, ddt_bias] = if is_bias { [null, sums] } else { [sums, null] };
-            let counts = [(blocks as u32).into(), (heads as u32).into()];
-            let args = [&[da_log.into(), ddt_bias.into(), partial.into()], &counts[..]].concat();
-            // SAFETY: `partial` as above; the sums have `heads` elements.
-            unsafe { launcher.launch(&kernel, Grid::threads(2 * heads), &args) }
-        })?;
-    }
-    Ok(())
+    da_log.map_or(Ok(()), |da_log| add_blocks(launcher, da_log, &partial, 0))?;
+    ddt_bias.map_or(Ok(()), |ddt_bias| add_blocks(launcher, ddt_bias, &partial, heads))
 }

@@ -60,6 +60,24 @@ fn reduce_blocks(
     })
 }
 
+/// Adds the partial sums of blocks, `[blocks, …]`, in order: to `sums` their elements from `first` on, as many as it has.
+pub(crate) fn add_blocks(
+    launcher: &Launcher,
+    sums: &Tensor,
+    partial: &Tensor,
+    first: usize,
+) -> Result<(), DeviceError> {
+    let kernel = Kernel::new(&ELEMENTWISE, "elementwise_add_blocks");
+    let (size, blocks) = (sums.elem_count(), partial.dims()[0]);
+    let row = partial.elem_count() / blocks.max(1);
+    launcher.open([sums], [partial], |[sums], [partial]| {
+        let counts = [blocks, row, size].map(|count| (count as u32).into());
+        let args = [&[sums.into(), partial.offset(first).into()], &counts[..]].concat();
+        // SAFETY: `sums` has `size` elements, and `partial` as many from `first` on in each of its rows.
+        unsafe { launcher.launch(&kernel, Grid::threads(size), &args) }
+    })
+}
+
 /// dst += src, where `dst` has the element type of `src` or is f32.
 pub(super) fn accumulate(launcher: &Launcher, dst: &Tensor, src: &Tensor) -> Result<(), DeviceError> {
     let name =

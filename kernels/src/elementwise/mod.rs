@@ -6,6 +6,8 @@ pub mod reference;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use cuda::add_blocks;
+
 use super::OpError;
 use super::arg_check::ArgCheck;
 use super::cast::with_element_type;

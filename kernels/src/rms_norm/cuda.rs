@@ -2,6 +2,7 @@
 
 use super::{Gain, WholeRows};
 use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, sources::RMS_NORM};
+use crate::elementwise::add_blocks;
 use candle_core::{DType, Tensor};
 
 /// Rows that one block sums for the weight gradient: enough blocks to fill a GPU, and few partial sums.
@@ -137,12 +138,11 @@ fn backward_weight(
     }
     let chunks = rows.div_ceil(ROWS_PER_CHUNK);
     let partial = crate::tensor::empty((chunks, d), DType::F32, x.device())?;
-    let sum_rows = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_weight", dtype)?;
-    let sum_chunks = Kernel::new(&RMS_NORM, "rms_norm_sum_chunks");
+    let kernel = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_weight", dtype)?;
     let inputs: Vec<_> = [dy, x, rstd].into_iter().chain(means).collect();
-    launcher.open_slices(&[&partial, dweight], &inputs, |addresses| {
-        let [partial, dweight, dy, x, rstd] = std::array::from_fn(|i| addresses[i]);
-        let means = addresses.get(5).copied().unwrap_or(Address::null(DType::F32));
+    launcher.open_slices(&[&partial], &inputs, |addresses| {
+        let [partial, dy, x, rstd] = std::array::from_fn(|i| addresses[i]);
+        let means = addresses.get(4).copied().unwrap_or(Address::null(DType::F32));
         // Chunks come first, because a grid has at most 65535 blocks along its other dimensions.
         let grid = Grid { blocks: [chunks, d.div_ceil(32 * pack(dtype)), 1], ..Grid::blocks(0) };
         let (rows, rows_per_chunk) = (rows as u64, ROWS_PER_CHUNK as u32);
@@ -157,9 +157,7 @@ fn backward_weight(
             (d as u32).into(),
         ];
         // SAFETY: `dy` and `x` have `rows` rows of `d` elements, `rstd` and `means` one a row, `partial` d for every chunk.
-        unsafe { launcher.launch(&sum_rows, grid, &args)? };
-        let args = [dweight.into(), partial.into(), (chunks as u32).into(), (d as u32).into()];
-        // SAFETY: as above, and `dweight` has d elements.
-        unsafe { launcher.launch(&sum_chunks, Grid::threads(d), &args) }
-    })
+        unsafe { launcher.launch(&kernel, grid, &args) }
+    })?;
+    add_blocks(launcher, dweight, &partial, 0)
 }
