@@ -11,6 +11,7 @@ use std::sync::Arc;
 use ulysses_kernels::attention::{Attention, AttentionLayout, Logits, grouped_heads};
 use ulysses_kernels::device::dry::Tiles;
 use ulysses_kernels::device::dry::{self, Allocation};
+use ulysses_kernels::gated_delta::DeltaLayout;
 use ulysses_kernels::rope::{self, Rope};
 use ulysses_kernels::{Documents, Workspace};
 
@@ -46,6 +47,7 @@ pub struct TokenLayout {
     layout: AttentionLayout,
     documents: Documents,
     head_layouts: Mutex<HashMap<HeadKey, AttentionLayout>>,
+    delta_layouts: Mutex<Vec<DeltaLayout>>,
     rope_tables: Mutex<Vec<(usize, Rope, Arc<rope::Table>)>>,
     /// Memory of the position ids in a dry run.
     _dry: Option<Allocation>,
@@ -69,8 +71,9 @@ impl TokenLayout {
         let layout = AttentionLayout::of_ranges(shard, shard, cu_seqlens.clone(), Vec::new(), None)?;
         let documents = Documents::new(cu_seqlens)?;
         let _dry = Allocation::on_host(layout.batch() * layout.num_queries() * size_of::<u32>());
-        let (head_layouts, rope_tables) = Default::default();
-        Ok(Self { shard: shard.to_vec(), position_ids, layout, documents, head_layouts, rope_tables, _dry })
+        let (head_layouts, delta_layouts, rope_tables) = Default::default();
+        let shard = shard.to_vec();
+        Ok(Self { shard, position_ids, layout, documents, head_layouts, delta_layouts, rope_tables, _dry })
     }
 
     /// Returns whether this layout equals the one that [`new`](Self::new) would create.
@@ -144,6 +147,17 @@ impl LayerContext {
     /// The documents of the whole sequences.
     pub fn documents(&self) -> &Documents {
         &self.attended.documents
+    }
+
+    /// The layout of linear attention over the whole sequences. `v_to_k`: the key head of each of this rank's value heads.
+    pub fn delta_layout(&self, v_to_k: &[usize]) -> DeltaLayout {
+        let mut layouts = self.attended.delta_layouts.lock();
+        let known = layouts.iter().find(|layout| **layout.v_to_k() == *v_to_k).cloned();
+        known.unwrap_or_else(|| {
+            let layout = DeltaLayout::new(self.documents().clone(), v_to_k);
+            layouts.push(layout.clone());
+            layout
+        })
     }
 
     /// Sets the exchange of tokens of tensor-parallel layers, and this rank's tokens between their modules.

@@ -121,6 +121,14 @@ fn a_token_layout_is_of_its_shard_positions_and_documents_and_of_no_others() {
 }
 
 #[test]
+fn layers_with_the_same_heads_share_the_layout_of_linear_attention() {
+    let ctx = context(1, 3);
+    let [first, again, other] = [&[0, 0][..], &[0, 0], &[0, 1]].map(|v_to_k| ctx.delta_layout(v_to_k));
+    assert!(Arc::ptr_eq(first.v_to_k(), again.v_to_k()));
+    assert_eq!(**other.v_to_k(), [0, 1]);
+}
+
+#[test]
 fn positions_are_looked_up_in_each_document_and_those_that_are_not_there_refused() {
     let input = LearnedPositions::new(Embedding::new(3, 2, 1.0), "positions", 4, 1.0);
     let params: Vec<Tensor> =

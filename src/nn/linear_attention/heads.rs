@@ -132,7 +132,7 @@ impl LinearAttention {
         let [a_log, dt_bias] = self.head_parameters(share, pass)?;
         let operands = delta_gates::Operands { a: &rows(a)?, b: &rows(b)?, a_log: &a_log, dt_bias: &dt_bias };
         delta_gates::forward(&operands, &gates[0], &gates[1])?;
-        let layout = DeltaLayout::new(pass.ctx.documents().clone(), share.v_to_k(self.shape.heads()));
+        let layout = pass.ctx.delta_layout(&share.v_to_k(self.shape.heads()));
         Ok(DeltaOperands { qkv, gates, layout })
     }
 
