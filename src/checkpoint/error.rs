@@ -66,7 +66,7 @@ pub enum CheckpointError {
     Header {
         /// The file.
         path: PathBuf,
-        /// The reason, for the message. header.
+        /// The reason, for the message.
         reason: String,
     },
     /// A tensor does not match the manifest.

@@ -1,8 +1,8 @@
 //! Gated DeltaNet (arXiv 2412.06464), token by token.
 
 use super::batch::document_ids;
-use super::weights::{ReferenceConfig, Weights};
-use anyhow::{Context, Result};
+use super::weights::{ReferenceConfig, Weights, weight};
+use anyhow::Result;
 use candle_core::{D, DType, Device, Tensor};
 
 /// Key and value heads.
@@ -43,10 +43,7 @@ pub fn linear_attention(
     h: &Tensor,
     position_ids: &[u32],
 ) -> Result<Tensor> {
-    let get = |name: &str| {
-        let name = format!("model.layers.{layer}.linear_attn.{name}");
-        weights.get(&name).with_context(|| format!("no weight {name}"))
-    };
+    let get = |name: &str| weight(weights, &format!("model.layers.{layer}.linear_attn.{name}"));
     let project = |name: &str| anyhow::Ok(h.matmul(&get(name)?.t()?)?);
     let ([keys, values], [key_dim, value_dim], [_, heads]) = (sizes(), HEAD_DIMS, HEADS);
     let documents = document_ids(position_ids);

@@ -8,8 +8,8 @@ use super::families::{Family, GRANITE, LOGIT_SCALE, QUERY_GROWTH};
 use super::linear_attention::{linear_attention, sigmoid};
 use super::rope::rope_tables;
 use super::short_conv::short_conv;
-use super::weights::{ReferenceConfig, RopeScaling, Weights};
-use anyhow::{Context, Result};
+use super::weights::{ReferenceConfig, RopeScaling, Weights, weight};
+use anyhow::Result;
 use candle_core::{D, Device, Tensor};
 
 /// Returns the logits `[S, V]` of one sequence.
@@ -19,7 +19,7 @@ pub fn row_logits(
     input_ids: &[u32],
     position_ids: &[u32],
 ) -> Result<Tensor> {
-    let get = |name: &str| weights.get(name).with_context(|| format!("no weight {name}"));
+    let get = |name: &str| weight(weights, name);
     let family = config.family;
     let norm = |x: &Tensor, name: &str| {
         let x = if family.is_centered() { &x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x };

@@ -2,8 +2,8 @@
 
 use super::batch::document_ids;
 use super::linear_attention::convolution;
-use super::weights::{ReferenceConfig, Weights};
-use anyhow::{Context, Result};
+use super::weights::{ReferenceConfig, Weights, weight};
+use anyhow::Result;
 use candle_core::Tensor;
 
 /// Tokens that the convolution reads.
@@ -29,10 +29,7 @@ pub fn short_conv(
     h: &Tensor,
     position_ids: &[u32],
 ) -> Result<Tensor> {
-    let get = |name: &str| {
-        let name = format!("model.layers.{layer}.conv.{name}");
-        weights.get(&name).with_context(|| format!("no weight {name}"))
-    };
+    let get = |name: &str| weight(weights, &format!("model.layers.{layer}.conv.{name}"));
     let biased = |y: Tensor, name: &str| match config.conv_bias() {
         true => Ok(y.broadcast_add(get(&format!("{name}.bias"))?)?),
         false => anyhow::Ok(y),

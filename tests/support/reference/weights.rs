@@ -15,6 +15,11 @@ pub type Tensors = BTreeMap<String, Tensor>;
 /// Trainable f64 parameters by Hugging Face name.
 pub type Weights = BTreeMap<String, Var>;
 
+/// The parameter of this name.
+pub fn weight<'a>(weights: &'a Weights, name: &str) -> Result<&'a Var> {
+    weights.get(name).with_context(|| format!("no weight {name}"))
+}
+
 /// The shape of a decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReferenceConfig {
