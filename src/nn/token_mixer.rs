@@ -1,5 +1,7 @@
 //! The module of a layer that mixes tokens.
 
+mod checkpoint;
+
 use super::{
     AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch,
     ForwardPass, GroupedHeads, LayerError, LinearAttention, LinearAttentionConfig, LinearAttentionSaved,

@@ -2,7 +2,7 @@
 
 use crate::support::mesh_run::{Problem, global_batch, layout, micro_batches, on_mesh};
 use crate::support::problems::{CONFIG, problem};
-use crate::support::reference::Batch;
+use crate::support::reference::{Batch, Family, ReferenceConfig};
 use anyhow::Result;
 use serde_json::json;
 use std::sync::Arc;
@@ -58,12 +58,12 @@ fn exchanged(engine: &Engine) -> Result<OpStats> {
 
 /// Calls and bytes that each rank sends in a forward and in a backward pass.
 fn measure(sp: usize, ulysses: serde_json::Value) -> Vec<[(u64, u64); 2]> {
-    measure_with(sp, json!({ "ulysses": ulysses }))
+    measure_with(CONFIG, sp, json!({ "ulysses": ulysses }))
 }
 
-fn measure_with(sp: usize, extra: serde_json::Value) -> Vec<[(u64, u64); 2]> {
+fn measure_with(model: ReferenceConfig, sp: usize, extra: serde_json::Value) -> Vec<[(u64, u64); 2]> {
     let batch = Batch::random(CONFIG.vocab_size, SEQUENCES, 64, 2);
-    let problem = Problem { extra, ..problem(CONFIG, batch) };
+    let problem = Problem { extra, ..problem(model, batch) };
     let global = global_batch(&problem.batch).unwrap();
     let config = problem.json_config(layout(1, sp, 0), SEQUENCES).unwrap();
     let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
@@ -105,11 +105,16 @@ fn activation_checkpointing_repeats_the_forward_exchange_in_the_backward_pass() 
 
 #[test]
 fn a_saved_attention_output_repeats_the_exchange_of_q_k_and_v_and_adds_that_of_delta() {
-    for (is_bf16, element) in [(false, 4), (true, 2)] {
+    // Cohere has attention and MLP side by side.
+    for (family, is_bf16, element) in
+        [(Family::Llama, false, 4), (Family::Llama, true, 2), (Family::Cohere, false, 4)]
+    {
         // Saving is the default.
         let extra =
             json!({ "bf16": { "enabled": is_bf16 }, "ulysses": { "activation_checkpointing": true } });
-        for (rank, measured) in measure_with(SP, extra).into_iter().enumerate() {
+        for (rank, measured) in
+            measure_with(ReferenceConfig { family, ..CONFIG }, SP, extra).into_iter().enumerate()
+        {
             let of_tokens = (SEQUENCES * CONFIG.num_layers) as u64;
             let bytes = |vectors: u64| vectors * of_tokens * CONFIG.head_dim as u64 * element;
             let (calls, delta) = (CONFIG.num_layers as u64, DELTA[rank] * of_tokens * 4);
@@ -117,7 +122,7 @@ fn a_saved_attention_output_repeats_the_exchange_of_q_k_and_v_and_adds_that_of_d
             assert_eq!(
                 measured,
                 [(2 * calls, bytes(FORWARD[rank])), backward],
-                "rank {rank}, {element} bytes"
+                "{family:?}, rank {rank}, {element} bytes"
             );
         }
     }

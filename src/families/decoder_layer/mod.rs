@@ -7,9 +7,9 @@ pub use parallel::ParallelDecoderLayer;
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch, BranchNorms, ForwardPass,
-    GatedMlp, Init, Layer, LayerContext, LayerError, MixerSaved, MlpProjections, MlpSaved, ParameterList,
-    ParameterSpec, Saved, Saves, TensorRank, TokenMixer, WeightLayout, WeightSpec, recycle_unless,
+    AttentionExtent, AttentionProjections, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init,
+    Layer, LayerContext, LayerError, MixerSaved, MlpProjections, MlpSaved, ParameterList, ParameterSpec,
+    Saved, Saves, TensorRank, TokenMixer, WeightLayout, WeightSpec, recycle_unless,
 };
 use candle_core::Tensor;
 use tensor_parallel::TensorParallelDecoder;
@@ -142,17 +142,6 @@ impl DecoderLayer {
         Self { parameters, attention_branch, mixer, mlp_branch, mlp }
     }
 
-    /// The attention's output. Passes the state of every head chunk to `keep`.
-    fn attend(
-        &self,
-        x: &Tensor,
-        saves: Saves,
-        keep: impl FnMut(MixerSaved),
-        pass: &ForwardPass<'_>,
-    ) -> Result<Tensor, LayerError> {
-        self.mixer.forward(&self.attention_branch, x, saves, keep, pass)
-    }
-
     /// The input of the MLP; the same tensor as the attention's output if that has `x`.
     fn mid(
         &self,
@@ -175,6 +164,11 @@ impl DecoderLayer {
         let result = self.mlp.forward(&self.mlp_branch, &mid, keep, pass)?;
         recycle_unless(mid, attention_output, pass);
         Ok(result)
+    }
+
+    /// Returns whether a checkpoint has the attention's output.
+    fn keeps_attention_output(&self, ctx: &LayerContext) -> bool {
+        ctx.tiling().head_chunks > 1 && self.mixer.recomputes_chunks(ctx)
     }
 
     fn foreign(&self) -> LayerError {
@@ -227,7 +221,8 @@ impl Layer for DecoderLayer {
     ) -> Result<(Tensor, Saved), LayerError> {
         let pass = self.parameters.forward(params, ctx)?;
         let mut attention = Vec::new();
-        let attention_output = self.attend(x, Saves::Whole, |saved| attention.push(saved), &pass)?;
+        let keep = |saved| attention.push(saved);
+        let attention_output = self.mixer.forward(&self.attention_branch, x, Saves::Whole, keep, &pass)?;
         let (y, mlp) = self.forward_mlp(x, &attention_output, true, &pass)?;
         let saved = SavedDecoder { x: x.clone(), attention, attention_output, mlp };
         let bytes = saved.bytes();
@@ -246,9 +241,8 @@ impl Layer for DecoderLayer {
         self.backward_saved(saved, dy, &self.parameters.backward(params, grads, ctx)?)
     }
 
-    /// The checkpoint is the input, and if the context says so, the attention output and lse of every head
-    /// chunk. Without these, if there are head chunks, it also contains the output of the attention, so that it is
-    /// recomputed once, chunk by chunk, and not twice. Without attention it is the input alone.
+    /// The checkpoint is the input and what the mixer appends. If an attention is recomputed in head chunks, it also contains the
+    /// attention's output, so that each chunk is recomputed once and not twice.
     fn forward_checkpointed(
         &self,
         params: &[Tensor],
@@ -256,22 +250,15 @@ impl Layer for DecoderLayer {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Vec<Tensor>), LayerError> {
         let pass = self.parameters.forward(params, ctx)?;
-        let mut outputs = Vec::new();
-        let saves_output = ctx.saves_attention_output();
-        let keep = |saved: MixerSaved| match saves_output {
-            true => outputs.extend(saved.into_checkpoint(&pass)),
-            false => saved.recycle(&pass),
-        };
-        let attention_output = self.attend(&x, Saves::Checkpoint, keep, &pass)?;
-        let (y, _) = self.forward_mlp(&x, &attention_output, false, &pass)?;
-        let mut checkpoint = vec![x];
-        checkpoint.append(&mut outputs);
-        if !saves_output && ctx.tiling().head_chunks > 1 && self.mixer.attention().is_some() {
-            checkpoint.push(attention_output);
-        } else {
-            pass.recycle([attention_output]);
+        let mut kept = Vec::new();
+        let output = self.mixer.forward_checkpointed(&self.attention_branch, &x, &mut kept, &pass)?;
+        let (y, _) = self.forward_mlp(&x, &output, false, &pass)?;
+        match self.keeps_attention_output(ctx) {
+            true => kept.push(output),
+            false => pass.recycle([output]),
         }
-        Ok((y, checkpoint))
+        kept.insert(0, x);
+        Ok((y, kept))
     }
 
     fn backward_checkpointed(
@@ -284,24 +271,10 @@ impl Layer for DecoderLayer {
     ) -> Result<Tensor, LayerError> {
         let pass = self.parameters.backward(params, grads, ctx)?;
         let mut checkpoint = checkpoint.into_iter();
-        let foreign = || self.foreign();
-        let x = checkpoint.next().ok_or_else(foreign)?;
-        let mut attention = Vec::new();
-        let with_outputs = self.mixer.attention().filter(|_| ctx.saves_attention_output());
-        let attention_output = if let Some(module) = with_outputs {
-            let mut chunks = Vec::new();
-            for _ in 0..ctx.tiling().head_chunks {
-                let (out, lse) = checkpoint.next().zip(checkpoint.next()).ok_or_else(foreign)?;
-                chunks.push(AttentionSaved::from_checkpoint([out, lse]));
-            }
-            let branch = &self.attention_branch;
-            let output = module.forward_from_outputs(branch, &x, &mut chunks, &pass.forward)?;
-            attention.extend(chunks.into_iter().map(MixerSaved::Attention));
-            output
-        } else if let Some(attention_output) = checkpoint.next() {
-            attention_output
-        } else {
-            self.attend(&x, Saves::Whole, |saved| attention.push(saved), &pass.forward)?
+        let x = checkpoint.next().ok_or_else(|| self.foreign())?;
+        let (attention_output, attention) = match self.keeps_attention_output(ctx) {
+            true => (checkpoint.next().ok_or_else(|| self.foreign())?, Vec::new()),
+            false => self.mixer.recompute(&self.attention_branch, &x, &mut checkpoint, &pass.forward)?,
         };
         self.backward_saved(SavedDecoder { x, attention, attention_output, mlp: None }, dy, &pass)
     }

@@ -5,8 +5,8 @@ mod divided;
 use super::DecoderParts;
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionExtent, Branch, GatedMlp, Layer, LayerContext, LayerError, MixerSaved, MlpSaved, ParameterList,
-    ParameterSpec, Saved, Saves, TensorRank, TokenMixer,
+    AttentionExtent, BackwardPass, Branch, ForwardPass, GatedMlp, Layer, LayerContext, LayerError,
+    MixerSaved, MlpSaved, ParameterList, ParameterSpec, Saved, Saves, TensorRank, TokenMixer,
 };
 use candle_core::Tensor;
 use divided::DividedParallelDecoder;
@@ -35,8 +35,10 @@ impl ParallelDecoderLayer {
     /// Creates layer `index` of a model. Without a norm before the MLP, both modules have that of the attention.
     ///
     /// # Panics
-    /// If the model has no such layer.
+    /// If the model has no such layer, or the parts have a norm after a module.
     pub fn with_parts(config: &ModelConfig, index: usize, parts: DecoderParts) -> Self {
+        let norms_after = [parts.attention_norms.after, parts.mlp_norms.after];
+        assert_eq!(norms_after, [None; 2], "modules side by side have no norms behind them");
         let mut parameters = ParameterList::new(config.layer_name(index));
         let (mut attention, mut mlp) = parts.modules(config, index, &mut parameters);
         let mut branch = |norms| Branch::new(&mut parameters, norms, config.hidden_size, config.norm(), 1.0);
@@ -48,6 +50,36 @@ impl ParallelDecoderLayer {
         parts.add_norms_and_biases(config, (&mut attention, &mut mlp), &mut parameters);
         let has_two_norms = parts.mlp_norms.before.is_some();
         Self { parameters, attention_branch, attention, mlp_branch, mlp, has_two_norms }
+    }
+
+    /// Adds the output of the MLP to `y`. Returns its state if `keep`.
+    fn add_mlp(
+        &self,
+        x: &Tensor,
+        y: &Tensor,
+        keep: bool,
+        pass: &ForwardPass<'_>,
+    ) -> Result<Option<MlpSaved>, LayerError> {
+        let (output, saved) = self.mlp.forward(&self.mlp_branch, x, keep, pass)?;
+        elementwise::accumulate(y, &output)?;
+        pass.recycle([output]);
+        Ok(saved)
+    }
+
+    /// Turns the gradient of the result into that of the input. What is not saved is recomputed.
+    fn backward_saved(
+        &self,
+        SavedParallel { x, attention, mlp }: SavedParallel,
+        dy: Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        // The gradient of the sum is that of `x`, to which both modules add theirs.
+        let dx = pass.forward.workspace().alloc(dy.dims())?;
+        strided_copy::copy(&dy, &dx)?;
+        self.mlp.backward(&self.mlp_branch, &x, mlp, &dx, pass)?;
+        self.attention.backward(&self.attention_branch, &x, attention, (&dy, &dx), pass)?;
+        pass.forward.recycle([dy]);
+        Ok(dx)
     }
 }
 
@@ -78,9 +110,7 @@ impl Layer for ParallelDecoderLayer {
         let mut attention = Vec::new();
         let keep = |saved| attention.push(saved);
         let y = self.attention.forward(&self.attention_branch, x, Saves::Whole, keep, &pass)?;
-        let (output, mlp) = self.mlp.forward(&self.mlp_branch, x, true, &pass)?;
-        elementwise::accumulate(&y, &output)?;
-        pass.recycle([output]);
+        let mlp = self.add_mlp(x, &y, true, &pass)?;
         let saved = SavedParallel { x: x.clone(), attention, mlp };
         let bytes = saved.bytes();
         Ok((y, Saved::new(saved, bytes)))
@@ -94,15 +124,39 @@ impl Layer for ParallelDecoderLayer {
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, LayerError> {
-        let SavedParallel { x, attention, mlp } = saved.downcast(self.name())?;
+        let saved = saved.downcast(self.name())?;
+        self.backward_saved(saved, dy, &self.parameters.backward(params, grads, ctx)?)
+    }
+
+    fn forward_checkpointed(
+        &self,
+        params: &[Tensor],
+        x: Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Vec<Tensor>), LayerError> {
+        let pass = self.parameters.forward(params, ctx)?;
+        let mut kept = Vec::new();
+        let y = self.attention.forward_checkpointed(&self.attention_branch, &x, &mut kept, &pass)?;
+        self.add_mlp(&x, &y, false, &pass)?;
+        kept.insert(0, x);
+        Ok((y, kept))
+    }
+
+    fn backward_checkpointed(
+        &self,
+        params: &[Tensor],
+        checkpoint: Vec<Tensor>,
+        dy: Tensor,
+        grads: &[Option<Tensor>],
+        ctx: &LayerContext,
+    ) -> Result<Tensor, LayerError> {
         let pass = self.parameters.backward(params, grads, ctx)?;
-        // The gradient of the sum is that of `x`, to which both modules add theirs.
-        let dx = ctx.workspace().alloc(dy.dims())?;
-        strided_copy::copy(&dy, &dx)?;
-        self.mlp.backward(&self.mlp_branch, &x, mlp, &dx, &pass)?;
-        self.attention.backward(&self.attention_branch, &x, attention, (&dy, &dx), &pass)?;
-        pass.forward.recycle([dy]);
-        Ok(dx)
+        let mut checkpoint = checkpoint.into_iter();
+        let foreign = || LayerError::ForeignSavedState { layer: self.name().to_owned() };
+        let x = checkpoint.next().ok_or_else(foreign)?;
+        let (branch, input) = (&self.attention_branch, || Ok(x.clone()));
+        let attention = self.attention.recompute_state(branch, input, &mut checkpoint, &pass.forward)?;
+        self.backward_saved(SavedParallel { x, attention, mlp: None }, dy, &pass)
     }
 }
 

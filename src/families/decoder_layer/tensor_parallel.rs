@@ -2,8 +2,8 @@
 
 use super::DecoderLayer;
 use crate::nn::{
-    AttentionExtent, AttentionSaved, BackwardPass, Branch, ForwardPass, Layer, LayerContext, LayerError,
-    MixerSaved, MlpSaved, ParameterSpec, Saved, Saves, TensorRank, recycle_unless,
+    AttentionExtent, BackwardPass, Branch, ForwardPass, Layer, LayerContext, LayerError, MixerSaved,
+    MlpSaved, ParameterSpec, Saved, Saves, TensorRank, recycle_unless,
 };
 use candle_core::Tensor;
 use ulysses_kernels::tensor;
@@ -52,20 +52,6 @@ impl TensorParallelDecoder {
         let output = exchange.sum_scatter(&summand)?;
         pass.recycle([input, summand]);
         Ok((output, saved))
-    }
-
-    /// The attention's output. Passes the state of every head chunk to `keep`.
-    fn attend(
-        &self,
-        x: &Tensor,
-        saves: Saves,
-        keep: impl FnMut(MixerSaved),
-        pass: &ForwardPass<'_>,
-    ) -> Result<Tensor, LayerError> {
-        let DecoderLayer { attention_branch, mixer, .. } = &self.0;
-        let attend =
-            |input: &Tensor| Ok((mixer.forward(&Branch::module_alone(), input, saves, keep, pass)?, ()));
-        Ok(Self::run(attention_branch, x, attend, pass)?.0)
     }
 
     /// The MLP's output, with its state if `keep`.
@@ -162,7 +148,12 @@ impl Layer for TensorParallelDecoder {
     ) -> Result<(Tensor, Saved), LayerError> {
         let pass = self.0.parameters.forward(params, ctx)?;
         let mut attention = Vec::new();
-        let attention_output = self.attend(x, Saves::Whole, |chunk| attention.push(chunk), &pass)?;
+        let keep = |saved| attention.push(saved);
+        let attend = |input: &Tensor| {
+            let alone = Branch::module_alone();
+            Ok((self.0.mixer.forward(&alone, input, Saves::Whole, keep, &pass)?, ()))
+        };
+        let attention_output = Self::run(&self.0.attention_branch, x, attend, &pass)?.0;
         let mid = self.0.attention_branch.join(x, &attention_output, &pass)?;
         let (output, mlp) = self.run_mlp(&mid, true, &pass)?;
         let y = self.0.mlp_branch.join(&mid, &output, &pass)?;
@@ -196,25 +187,22 @@ impl Layer for TensorParallelDecoder {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Vec<Tensor>), LayerError> {
         let pass = self.0.parameters.forward(params, ctx)?;
-        let mut outputs = Vec::new();
-        let saves_output = ctx.saves_attention_output();
-        let keep = |saved: MixerSaved| match saves_output {
-            true => outputs.extend(saved.into_checkpoint(&pass)),
-            false => saved.recycle(&pass),
+        let mut kept = Vec::new();
+        let attend = |input: &Tensor| {
+            let alone = Branch::module_alone();
+            Ok((self.0.mixer.forward_checkpointed(&alone, input, &mut kept, &pass)?, ()))
         };
-        let attention_output = self.attend(&x, Saves::Checkpoint, keep, &pass)?;
+        let attention_output = Self::run(&self.0.attention_branch, &x, attend, &pass)?.0;
         let mid = self.0.attention_branch.join(&x, &attention_output, &pass)?;
         let (output, _) = self.run_mlp(&mid, false, &pass)?;
         let y = self.0.mlp_branch.join(&mid, &output, &pass)?;
         pass.recycle([mid, output]);
-        let mut checkpoint = vec![x];
-        checkpoint.append(&mut outputs);
-        if !saves_output && ctx.tiling().head_chunks > 1 && self.0.mixer.attention().is_some() {
-            checkpoint.push(attention_output);
-        } else {
-            pass.recycle([attention_output]);
+        match self.0.keeps_attention_output(ctx) {
+            true => kept.push(attention_output),
+            false => pass.recycle([attention_output]),
         }
-        Ok((y, checkpoint))
+        kept.insert(0, x);
+        Ok((y, kept))
     }
 
     fn backward_checkpointed(
@@ -229,25 +217,14 @@ impl Layer for TensorParallelDecoder {
         let forward = &pass.forward;
         let mut checkpoint = checkpoint.into_iter();
         let x = checkpoint.next().ok_or_else(|| self.foreign())?;
-        let mut saved = Vec::new();
-        let with_outputs = self.0.mixer.attention().filter(|_| ctx.saves_attention_output());
-        let attention_output = if let Some(module) = with_outputs {
-            let mut chunks = Vec::new();
-            for _ in 0..ctx.tiling().head_chunks {
-                let output = checkpoint.next().zip(checkpoint.next()).ok_or_else(|| self.foreign())?;
-                chunks.push(AttentionSaved::from_checkpoint(output.into()));
+        let (attention_output, attention) = match self.0.keeps_attention_output(ctx) {
+            true => (checkpoint.next().ok_or_else(|| self.foreign())?, Vec::new()),
+            false => {
+                let recompute = |input: &Tensor| {
+                    self.0.mixer.recompute(&Branch::module_alone(), input, &mut checkpoint, forward)
+                };
+                Self::run(&self.0.attention_branch, &x, recompute, forward)?
             }
-            let project = |input: &Tensor| {
-                let alone = Branch::module_alone();
-                Ok((module.forward_from_outputs(&alone, input, &mut chunks, forward)?, ()))
-            };
-            let output = Self::run(&self.0.attention_branch, &x, project, forward)?.0;
-            saved.extend(chunks.into_iter().map(MixerSaved::Attention));
-            output
-        } else if let Some(attention_output) = checkpoint.next() {
-            attention_output
-        } else {
-            self.attend(&x, Saves::Whole, |chunk| saved.push(chunk), forward)?
         };
         let mut mlp_output = None;
         if self.0.mlp_branch.needs_output() {
@@ -255,7 +232,7 @@ impl Layer for TensorParallelDecoder {
             mlp_output = Some(self.run_mlp(&mid, false, forward)?.0);
             forward.recycle([mid]);
         }
-        let saved = SavedDecoder { x, attention: saved, attention_output, mlp: None, mlp_output };
+        let saved = SavedDecoder { x, attention, attention_output, mlp: None, mlp_output };
         self.backward_saved(saved, dy, &pass)
     }
 }

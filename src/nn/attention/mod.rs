@@ -167,6 +167,11 @@ impl SelfAttention {
         Ok(())
     }
 
+    /// Returns whether a gate multiplies the output.
+    pub(in crate::nn) fn has_output_gate(&self) -> bool {
+        self.shape.output_gate
+    }
+
     /// The size of the attention, for its FLOPs.
     pub fn extent(&self) -> AttentionExtent {
         AttentionExtent { width: self.shape.num_heads * self.shape.head_dim, window: self.shape.window }
