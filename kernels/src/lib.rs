@@ -11,6 +11,7 @@
 //! | [`optimizer`] | one step of AdamW, SGD, Lion or Adagrad on flat tensors | – |
 //! | [`optimizer::lamb`] | one step of LAMB in two calls, with norms per parameter tensor in between | – |
 //! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
+//! | [`attention_sink`] | attention with a learned logit per head, from attention without | the logits |
 //! | [`gated_delta`] | linear attention by the gated delta rule, in chunks | queries, keys, values, decays, rates |
 //! | [`causal_conv`] | depthwise convolution along the tokens of a document, SiLU | input, weight, bias |
 //! | [`delta_gates`] | decay and rate of the gated delta rule | both projections and both parameters |
@@ -46,6 +47,7 @@
 
 mod arg_check;
 pub mod attention;
+pub mod attention_sink;
 pub mod cast;
 pub mod causal_conv;
 pub mod delta_gates;

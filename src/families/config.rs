@@ -174,6 +174,7 @@ impl ModelConfig {
             qkv_bias: false,
             o_bias: false,
             output_gate: false,
+            sinks: false,
         };
         Self {
             family,

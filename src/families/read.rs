@@ -114,6 +114,7 @@ impl HfConfig<'_> {
             qkv_bias: false,
             o_bias: false,
             output_gate: false,
+            sinks: false,
         })
     }
 

@@ -108,7 +108,7 @@ impl UlyssesAttention {
         };
         let exchange = Exchange::new(plan, self.group.clone());
         let whole = whole.with_logits(layout.logits());
-        Ok(Sharding { sharded: layout.clone(), shape, exchange, whole })
+        Ok(Sharding { sharded: layout.without_sinks(), shape, exchange, whole })
     }
 
     fn start_forward_sharded<'a>(
@@ -122,10 +122,10 @@ impl UlyssesAttention {
         let seq_len = self.num_tokens(layout);
         let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
         let sharding = self.sharding(layout, shape)?;
-        let sent = sharding.send_qkv(qkv, workspace)?;
+        let (sent, whole) = (sharding.send_qkv(qkv, workspace)?, sharding.whole_with_sinks(layout)?);
         Ok(Box::new(move |()| {
             let HeadSharded([q, k, v]) = sent.wait(workspace)?;
-            let attend = || self.local.forward(q, k, v, &sharding.whole, workspace);
+            let attend = || self.local.forward(q, k, v, &whole, workspace);
             let (out, saved) =
                 tracing::trace_span!("attention").in_scope(|| with_category(Category::Exchange, attend))?;
             let returning = sharding.exchange.out_head_to_seq(&HeadSharded(out), workspace)?;
@@ -140,10 +140,10 @@ impl UlyssesAttention {
         workspace: &'a Workspace,
     ) -> Result<StartedBackward<'a>, SequenceParallelError> {
         let sharding = self.sharding_of_gradient(dout, layout)?;
-        let sent = sharding.send_dout(dout, workspace)?;
+        let (sent, whole) = (sharding.send_dout(dout, workspace)?, sharding.whole_with_sinks(layout)?);
         Ok(Box::new(move |saved| {
             let HeadSharded(dout) = sent.wait()?;
-            let attend = || self.local.backward(saved, &dout, &sharding.whole, workspace);
+            let attend = || self.local.backward(saved, &dout, &whole, workspace);
             let gradients = tracing::trace_span!("attention backward")
                 .in_scope(|| with_category(Category::Exchange, attend))?;
             workspace.recycle(dout);
@@ -164,12 +164,12 @@ impl UlyssesAttention {
         let send_delta = || sharding.exchange.delta_seq_to_head(&delta, workspace);
         let sent_delta = with_category(Category::Exchange, send_delta)?;
         let sent_dout = sharding.send_dout(upstream.dout, workspace)?;
-        let lse = upstream.lse.clone();
+        let (lse, whole) = (upstream.lse.clone(), sharding.whole_with_sinks(layout)?);
         Ok(Box::new(move |()| {
             let HeadSharded([q, k, v]) = sent_qkv.wait(workspace)?;
             let (HeadSharded(delta), HeadSharded(dout)) = (sent_delta.wait()?, sent_dout.wait()?);
             let upstream = Upstream { dout: &dout, lse: &lse, delta: &delta };
-            let attend = || self.local.backward_recomputed(q, k, v, &upstream, &sharding.whole, workspace);
+            let attend = || self.local.backward_recomputed(q, k, v, &upstream, &whole, workspace);
             let gradients = tracing::trace_span!("attention backward")
                 .in_scope(|| with_category(Category::Exchange, attend))?;
             [dout, delta].into_iter().for_each(|tensor| workspace.recycle(tensor));
@@ -211,6 +211,14 @@ impl<T> SentQkv<T> {
 }
 
 impl Sharding {
+    /// The layout of the local attention, with the sinks of this rank's heads if the sharded `layout` has sinks.
+    fn whole_with_sinks(&self, layout: &AttentionLayout) -> Result<AttentionLayout, SequenceParallelError> {
+        let plan = self.exchange.plan();
+        let own = &plan.q_head_ranges()[plan.rank()];
+        let sinks = layout.sinks().map(|sinks| sinks.heads(own)).transpose()?;
+        Ok(self.whole.clone().with_sinks(sinks))
+    }
+
     /// Sends q, k and v to the ranks with their heads.
     fn send_qkv(
         &self,

@@ -1,10 +1,10 @@
 //! Hybrid models of linear attention (Gated DeltaNet) and attention with a gate, against the independent f64 reference: state and
 //! convolution see whole documents on every mesh, and nothing else.
 
-use crate::support::compare::values;
-use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
+use crate::support::compare::rms_error;
+use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, by_name, layout};
 use crate::support::problems::{ADAMW, CONFIG, packed_batch, problem};
-use crate::support::reference::{Family, ReferenceConfig, Tensors};
+use crate::support::reference::{Family, ReferenceConfig};
 use crate::support::sample::{axes, sampled};
 use serde_json::{Value, json};
 
@@ -100,18 +100,7 @@ fn bf16_is_as_exact_on_meshes_as_on_one_rank() {
     let extra = json!({ "bf16": { "enabled": true } });
     let half = Problem { steps: 1, extra, ..problem(config, packed_batch()) };
     let expected = half.reference().unwrap();
-    let error = |layout| {
-        let outcome = half.run(layout).unwrap();
-        let gradients: Tensors = outcome.gradients.into_iter().collect();
-        let (mut squares, mut errors) = (0.0, 0.0);
-        for (name, expected) in &expected.steps[0].grads {
-            for (got, expected) in values(&gradients[name]).iter().zip(values(expected)) {
-                squares += expected * expected;
-                errors += (got - expected) * (got - expected);
-            }
-        }
-        f64::sqrt(errors / squares)
-    };
+    let error = |layout| rms_error(&by_name(&half.run(layout).unwrap().gradients), &expected.steps[0].grads);
     let alone = error(layout(1, 1, 0));
     // 8 bits of mantissa. Outputs of heads that are close to 0 before their norm multiply the rounding of queries and keys.
     assert!(alone < 0.1, "{alone}");

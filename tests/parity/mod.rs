@@ -18,4 +18,5 @@ mod reference;
 mod ring;
 mod sample;
 mod short_conv;
+mod sinks;
 mod tensor_parallel;

@@ -51,6 +51,21 @@ pub fn assert_close<T: Copy + Into<f64>>(name: &str, actual: &[T], expected: &Te
     }
 }
 
+/// `√(Σ (actual − expected)² / Σ expected²)` over all elements of all tensors.
+///
+/// # Panics
+/// If `actual` lacks a tensor of `expected`.
+pub fn rms_error(actual: &BTreeMap<String, Tensor>, expected: &BTreeMap<String, Tensor>) -> f64 {
+    let (mut squares, mut errors) = (0.0, 0.0);
+    for (name, expected) in expected {
+        for (got, expected) in values(&actual[name]).iter().zip(values(expected)) {
+            squares += expected * expected;
+            errors += (got - expected) * (got - expected);
+        }
+    }
+    f64::sqrt(errors / squares)
+}
+
 /// [`assert_close`] for two scalars.
 ///
 /// # Panics

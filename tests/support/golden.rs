@@ -68,7 +68,7 @@ struct TraceStep {
 /// Returns the folder of `tests/fixtures`, from `CARGO_MANIFEST_DIR`.
 ///
 /// Set this variable to run a test binary without cargo.
-fn repository() -> PathBuf {
+pub fn repository() -> PathBuf {
     std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into()).into()
 }
 

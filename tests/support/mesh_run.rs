@@ -20,9 +20,9 @@ use ulysses::data::{GlobalBatch, MicroBatch};
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::{AttentionCompute, AttentionKernels, FlashAttention};
 use ulysses::kernels::rope::{Rope, Scaling};
-use ulysses::model::{Model, ModelConfig, ModelError, Multipliers, WeightSource, family};
+use ulysses::model::{DecoderLayer, Model, ModelConfig, ModelError, Multipliers, WeightSource, family};
 use ulysses::nn::{
-    AttentionConfig, LinearAttentionConfig, MixerConfig, ParameterSpec, QkNorm, ShortConvConfig,
+    AttentionConfig, Layer, LinearAttentionConfig, MixerConfig, ParameterSpec, QkNorm, ShortConvConfig,
 };
 use ulysses::zero::ZeroGroups;
 
@@ -321,7 +321,14 @@ pub fn global_batch(batch: &Batch) -> Result<GlobalBatch> {
 
 /// Creates the library's model.
 pub fn llama(config: &ModelConfig) -> Model {
-    Model::new(config).expect("a valid description")
+    // No family of dense models has sinks: they are an option of the module.
+    let plain = config.clone().with_attention(|layer| layer.sinks = false);
+    let mut model = Model::new(&plain).expect("a valid description");
+    if plain != *config {
+        let layer = |index| -> Box<dyn Layer> { Box::new(DecoderLayer::new(config, index)) };
+        model.layers = (0..config.num_layers()).map(layer).collect();
+    }
+    model
 }
 
 /// The linear attention of the reference.
@@ -339,7 +346,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Llama, false, false, Some(_)) => "mistral",
         (Family::Llama, true, false, None) => "qwen2",
         (Family::Llama, false, true, None) => "qwen3",
-        (Family::Ministral, false, false, Some(_)) => "ministral",
+        (Family::Ministral | Family::GptOss, false, false, Some(_)) => "ministral",
         (Family::Ministral3, false, false, _) => "ministral3",
         (Family::Gemma, false, false, None) => "gemma",
         (Family::Gemma2, false, false, Some(_)) => "gemma2",
@@ -388,6 +395,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         qkv_bias: config.has_qkv_bias(),
         o_bias: config.all_biases(),
         output_gate: config.family == Family::Qwen35,
+        sinks: config.family == Family::GptOss,
     };
     let conv =
         ShortConvConfig { channels: config.hidden_size, taps: short_conv::TAPS, bias: config.conv_bias() };

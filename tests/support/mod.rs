@@ -15,4 +15,5 @@ pub mod problems;
 pub mod recorded;
 pub mod reference;
 pub mod sample;
+pub mod sink_doubles;
 pub mod vocab_doubles;

@@ -1,8 +1,10 @@
 //! [`AttentionCompute`]: attention that leaves its operands unchanged.
 
-use super::{Attention, AttentionError, AttentionLayout, QkvGradients, SavedAttention, Upstream, delta};
-use crate::Workspace;
+use super::{
+    Attention, AttentionError, AttentionLayout, QkvGradients, SavedAttention, Sinks, Upstream, delta,
+};
 use crate::memory::{Category, with_category};
+use crate::{Workspace, attention_sink};
 use candle_core::Tensor;
 
 /// The computation of attention of some queries over some keys. It leaves its operands unchanged, so that the same
@@ -10,7 +12,8 @@ use candle_core::Tensor;
 ///
 /// An implementation is an [`Attention`] too. Implement this trait to replace the computation of attention.
 pub trait AttentionCompute: Attention {
-    /// Returns `o` and `lse` for `[q, k, v]`, allocated from the `workspace`.
+    /// Returns `o` and `lse` for `[q, k, v]`, allocated from the `workspace`. The layout has no [sinks](super::Sinks): they
+    /// enter once, after all keys.
     ///
     /// # Shapes
     /// `q [b, sq, hq, d]`, `k, v [b, skv, hkv, d]` to `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
@@ -47,7 +50,10 @@ impl<A: AttentionCompute + ?Sized> Attention for A {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        let (o, lse) = self.attend([&q, &k, &v], layout, workspace)?;
+        let (o, lse) = self.attend([&q, &k, &v], &layout.without_sinks(), workspace)?;
+        if let Some(sinks) = layout.sinks() {
+            attention_sink::forward(&sinks.logits, &o, &lse)?;
+        }
         Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
     }
 
@@ -77,7 +83,10 @@ impl<A: AttentionCompute + ?Sized> Attention for A {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<QkvGradients, AttentionError> {
-        let gradients = self.attend_backward([&q, &k, &v], upstream, layout, workspace)?;
+        if let Some(Sinks { logits, gradient: Some(gradient) }) = layout.sinks() {
+            attention_sink::backward(logits, upstream.lse, upstream.delta, gradient)?;
+        }
+        let gradients = self.attend_backward([&q, &k, &v], upstream, &layout.without_sinks(), workspace)?;
         [q, k, v].into_iter().for_each(|tensor| workspace.recycle(tensor));
         Ok(gradients)
     }

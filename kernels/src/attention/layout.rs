@@ -1,7 +1,7 @@
 //! The attention mask, as one contiguous range of visible keys per query.
 
-use super::AttentionError;
 use super::pair_count;
+use super::{AttentionError, Logits, Sinks};
 use crate::device::dry::{self, Allocation};
 use crate::device_table::DeviceTable;
 use candle_core::{Device, Tensor};
@@ -38,6 +38,7 @@ pub struct AttentionLayout {
     q_to_kv: Arc<[usize]>,
     window: Option<usize>,
     logits: Logits,
+    sinks: Option<Sinks>,
     visible: Arc<[VisibleRanges]>,
     ranges_on_device: DeviceTable,
     heads_on_device: DeviceTable,
@@ -94,6 +95,7 @@ impl AttentionLayout {
             q_to_kv: q_to_kv.into(),
             window,
             logits: Logits::default(),
+            sinks: None,
             visible,
             ranges_on_device: DeviceTable::default(),
             heads_on_device: DeviceTable::default(),
@@ -167,16 +169,35 @@ impl AttentionLayout {
         Self::of_ranges(tokens, tokens, vec![vec![0, seq_len]; batch], q_to_kv, None)
     }
 
-    /// The same tokens with other heads.
+    /// The same tokens with other heads, without sinks.
     #[must_use]
     pub fn with_heads(&self, q_to_kv: impl Into<Arc<[usize]>>) -> Self {
-        Self { q_to_kv: q_to_kv.into(), heads_on_device: DeviceTable::default(), ..self.clone() }
+        let heads_on_device = DeviceTable::default();
+        Self { q_to_kv: q_to_kv.into(), heads_on_device, sinks: None, ..self.clone() }
     }
 
     /// The same layout with another form of the logits.
     #[must_use]
     pub fn with_logits(self, logits: Logits) -> Self {
         Self { logits, ..self }
+    }
+
+    /// The same layout with sinks of its query heads. [`Attention`](super::Attention) applies them;
+    /// [`AttentionCompute::attend`](super::AttentionCompute::attend) does not.
+    #[must_use]
+    pub fn with_sinks(self, sinks: Option<Sinks>) -> Self {
+        Self { sinks, ..self }
+    }
+
+    /// The same layout without them.
+    #[must_use]
+    pub fn without_sinks(&self) -> Self {
+        self.clone().with_sinks(None)
+    }
+
+    /// The sinks of the query heads, if there are any.
+    pub fn sinks(&self) -> Option<&Sinks> {
+        self.sinks.as_ref()
     }
 
     /// Number of sequences.
@@ -269,15 +290,6 @@ impl AttentionLayout {
             heads
         })
     }
-}
-
-/// The scale and the soft cap of attention logits, applied before the softmax.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Logits {
-    /// The factor; `None` for `1 / sqrt(head_dim)`.
-    pub scale: Option<f32>,
-    /// Then `softcap · tanh(logit / softcap)`, which is positive; `None` without a cap.
-    pub softcap: Option<f32>,
 }
 
 /// The visible key range of each query of one sequence; both ends never decrease.

@@ -25,6 +25,7 @@ mod error;
 mod fused;
 mod kernels;
 mod layout;
+mod logits;
 mod on_cpu;
 mod operands;
 mod pair_count;
@@ -38,7 +39,8 @@ pub use choice::{CheckedKernels, ChosenKernels};
 pub use compute::AttentionCompute;
 pub use error::AttentionError;
 pub use kernels::{backward, delta, forward, merge};
-pub use layout::{AttentionLayout, Logits, VisibleRanges, grouped_heads};
+pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
+pub use logits::{Logits, Sinks};
 pub use operands::{AttentionKernels, Gradients, Operands, Upstream};
 pub use steps::{Attend, QkvGradients, Returning, StartedBackward, StartedForward, StartedRecomputed};
 
@@ -55,6 +57,8 @@ use candle_core::Tensor;
 /// not change until the second step has run.
 pub trait Attention: Send + Sync {
     /// Returns `o` and the state for [`Attention::backward`].
+    ///
+    /// With [sinks](Sinks), output and log-denominators are those with sinks.
     ///
     /// The implementation may keep or overwrite `q`, `k` and `v`. Clones of a candle tensor share its
     /// storage, so a clone that the caller keeps may change. Results are allocated from the `workspace`.
@@ -74,7 +78,8 @@ pub trait Attention: Send + Sync {
     ) -> Result<(Tensor, SavedAttention), AttentionError>;
 
     /// Returns `(dq, dk, dv)` for the gradient `dout` of the loss with respect to `o`. They are allocated
-    /// from the `workspace`. `saved` is recycled, so its tensors must have no other users.
+    /// from the `workspace`. `saved` is recycled, so its tensors must have no other users. Adds to the gradient of the layout's
+    /// [sinks](Sinks), if there are any: that of this rank's heads and tokens.
     ///
     /// # Shapes
     /// `dout [b, sq, hq, d]` to the shapes of `q`, `k` and `v`.

@@ -54,6 +54,7 @@ pub(crate) mod sources {
         ATTENTION_FUSED_BACKWARD_WGMMA => "attention_fused_backward_wgmma" for "sm_90a",
         ATTENTION_FUSED_FORWARD => "attention_fused_forward",
         ATTENTION_FUSED_FORWARD_WGMMA => "attention_fused_forward_wgmma" for "sm_90a",
+        ATTENTION_SINK => "attention_sink",
         CAST => "cast",
         CAUSAL_CONV => "causal_conv",
         DELTA_GATES => "delta_gates",

@@ -6,7 +6,7 @@ use super::saved::{AttentionSaved, ChunkState, HeadNorms, QkvHeads, shares_outpu
 use super::{HeadChunk, SelfAttention, trim_after_chunks};
 use crate::nn::{BackwardPass, Branch, LayerError, recycle_unless, token_dims, token_rows};
 use candle_core::Tensor;
-use ulysses_kernels::attention::{self, QkvGradients, Returning, SavedAttention, Upstream};
+use ulysses_kernels::attention::{self, AttentionLayout, QkvGradients, Returning, SavedAttention, Upstream};
 use ulysses_kernels::rope::Direction;
 use ulysses_kernels::strided_copy;
 
@@ -105,7 +105,7 @@ impl AttentionBackward<'_> {
         (norms, gate): (HeadNorms, Option<Tensor>),
     ) -> Result<Attend<'_>, LayerError> {
         let forward = &self.pass.forward;
-        let (ws, layout) = (forward.workspace(), self.module.layout(chunk, forward)?);
+        let (ws, layout) = (forward.workspace(), self.layout(chunk)?);
         let (dout, gated) = self.dout(chunk, gate)?;
         let dgate = self.backward_output(chunk, &out, gated)?;
         self.release(out, &inner);
@@ -126,7 +126,7 @@ impl AttentionBackward<'_> {
         gate: Option<Tensor>,
     ) -> Result<Attend<'_>, LayerError> {
         let forward = &self.pass.forward;
-        let (ws, layout) = (forward.workspace(), self.module.layout(chunk, forward)?);
+        let (ws, layout) = (forward.workspace(), self.layout(chunk)?);
         let (dout, gated) = self.dout(chunk, gate)?;
         let dgate = self.backward_output(chunk, &out, gated)?;
         let (batch, tokens, heads, _) = out.dims4()?;
@@ -147,7 +147,7 @@ impl AttentionBackward<'_> {
     /// Starts a chunk without saved state: recomputes its forward pass.
     fn start_recomputed(&self, chunk: &HeadChunk) -> Result<Attend<'_>, LayerError> {
         let ctx = self.pass.ctx();
-        let (ws, layout) = (ctx.workspace(), self.module.layout(chunk, &self.pass.forward)?);
+        let (ws, layout) = (ctx.workspace(), self.layout(chunk)?);
         let QkvHeads { q, k, v, norms, gate } = self.project_heads(chunk)?;
         let forward = ctx.attention().start_forward(q, k, v, &layout, ws)?;
         let (dout, gated) = self.dout(chunk, gate)?;
@@ -198,6 +198,10 @@ impl AttentionBackward<'_> {
             None => dq,
         };
         Ok([dq, module.k.backward_norm(dk, k_norm, pass)?, dv])
+    }
+
+    fn layout(&self, chunk: &HeadChunk) -> Result<AttentionLayout, LayerError> {
+        self.module.layout(chunk, &self.pass.forward, Some(self.pass))
     }
 
     fn project_heads(&self, chunk: &HeadChunk) -> Result<QkvHeads, LayerError> {

@@ -34,7 +34,11 @@ impl SelfAttention {
             |chunk| {
                 let QkvHeads { q, k, v, norms, gate } =
                     self.project_heads(branch, chunk, (x, &rstd), pass)?;
-                Ok((ctx.attention().start_forward(q, k, v, &self.layout(chunk, pass)?, ws)?, norms, gate))
+                Ok((
+                    ctx.attention().start_forward(q, k, v, &self.layout(chunk, pass, None)?, ws)?,
+                    norms,
+                    gate,
+                ))
             },
             |_, (attend, norms, gate)| {
                 let (inner, out) = attend(())?;

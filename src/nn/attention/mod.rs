@@ -21,14 +21,14 @@ pub use projections::{AttentionProjections, QkvNames};
 pub use saved::{AttentionSaved, Saves};
 
 use super::{
-    AttentionExtent, ForwardPass, LayerError, Linear, NormConfig, ParameterList, RmsNorm, TensorRank,
-    WeightSpec,
+    AttentionExtent, BackwardPass, ForwardPass, LayerError, Linear, NormConfig, Parameter, ParameterList,
+    RmsNorm, TensorRank, WeightSpec,
 };
 use candle_core::Tensor;
 pub(super) use head_division::scaled;
 use head_projection::{HeadNorm, HeadProjection};
 use std::ops::Range;
-use ulysses_kernels::attention::{AttentionLayout, Logits, grouped_heads};
+use ulysses_kernels::attention::{AttentionLayout, Logits, Sinks, grouped_heads};
 use ulysses_kernels::rope::{self, Direction, Rope};
 
 /// The heads of a layer's attention, the tokens that it sees, and its position embedding.
@@ -54,6 +54,8 @@ pub struct AttentionConfig {
     pub qkv_bias: bool,
     /// Whether the projection of the output has one.
     pub o_bias: bool,
+    /// Whether every query head has a sink: a learned logit that takes part in its softmax and contributes no value (gpt-oss).
+    pub sinks: bool,
     /// Whether the output is multiplied by the sigmoid of a gate, which the projection of the queries has as well.
     pub output_gate: bool,
 }
@@ -97,10 +99,11 @@ pub struct SelfAttention {
     k: HeadProjection,
     v: HeadProjection,
     o: Linear,
+    sinks: Option<Parameter>,
 }
 
 impl SelfAttention {
-    /// Adds the projections of queries, keys and values, then that of the output.
+    /// Adds the projections of queries, keys and values, then that of the output, then the sinks if there are any.
     pub fn new(
         parameters: &mut ParameterList,
         projections: AttentionProjections,
@@ -111,14 +114,16 @@ impl SelfAttention {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = shape;
         let per_head = [shape.q_outputs_per_head(), head_dim, head_dim];
         let outs = [num_heads * per_head[0], num_kv_heads * head_dim, num_kv_heads * head_dim];
+        let init = qkv.init;
         let qkv = Linear::group(parameters, projections.qkv(head_dim), outs, hidden_size, qkv);
         let o = Linear::new(parameters, projections.o, [hidden_size, num_heads * head_dim], o);
+        let sinks = shape.sinks.then(|| parameters.add(projections.sinks, [num_heads], init));
         let mut per_head = per_head.into_iter();
         let [q, k, v] = qkv.map(|linear| {
             let outputs_per_head = per_head.next().unwrap_or(head_dim);
             HeadProjection { linear, norm: None, head_dim, outputs_per_head }
         });
-        Self { shape, q, k, v, o }
+        Self { shape, q, k, v, o, sinks }
     }
 
     /// Adds the biases of the projections, if there are any.
@@ -156,6 +161,9 @@ impl SelfAttention {
     /// Heads that cannot be divided over so many ranks.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
         let (shape, HeadDivision { q, kv }) = self.shape.divided(parameters.layer(), tp)?;
+        if let Some(sinks) = self.sinks {
+            parameters.shard(sinks, 0, q.iter().map(|heads| vec![heads.clone()]).collect(), tp.rank);
+        }
         let q_outputs = scaled(&q, shape.q_outputs_per_head());
         let [q, kv] = [q, kv].map(|heads| scaled(&heads, shape.head_dim));
         let projections = [&mut self.q.linear, &mut self.k.linear, &mut self.v.linear];
@@ -186,11 +194,21 @@ impl SelfAttention {
         Ok(self.shape.head_chunks(chunks))
     }
 
-    /// The attention layout of a chunk.
-    fn layout(&self, chunk: &HeadChunk, pass: &ForwardPass<'_>) -> Result<AttentionLayout, LayerError> {
+    /// The attention layout of a chunk, in a backward pass with the gradients of its sinks.
+    fn layout(
+        &self,
+        chunk: &HeadChunk,
+        pass: &ForwardPass<'_>,
+        backward: Option<&BackwardPass<'_>>,
+    ) -> Result<AttentionLayout, LayerError> {
         let AttentionConfig { window, scale, softcap, .. } = self.shape;
         let [scale, softcap] = [scale, softcap].map(|number| number.map(|number| number as f32));
-        pass.ctx.attention_layout_with(chunk.q.len(), chunk.kv.len(), window, Logits { scale, softcap })
+        let logits = Logits { scale, softcap };
+        let layout = pass.ctx.attention_layout_with(chunk.q.len(), chunk.kv.len(), window, logits)?;
+        let Some(sinks) = self.sinks else { return Ok(layout) };
+        let gradient = backward.and_then(|pass| pass.gradient(sinks)).cloned();
+        let sinks = Sinks { logits: pass[sinks].clone(), gradient }.heads(&chunk.q)?;
+        Ok(layout.with_sinks(Some(sinks)))
     }
 
     /// Rotates queries and keys, if there is a rotary embedding.

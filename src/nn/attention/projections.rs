@@ -11,6 +11,8 @@ pub struct AttentionProjections {
     pub o: &'static str,
     /// The norms of queries and keys, if there are any.
     pub qk_norms: [&'static str; 2],
+    /// The sinks, if there are any.
+    pub sinks: &'static str,
 }
 
 /// The parameters of the projections of queries, keys and values.
@@ -30,6 +32,7 @@ impl AttentionProjections {
         qkv: QkvNames::Each(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
         o: "self_attn.o_proj",
         qk_norms: ["self_attn.q_norm", "self_attn.k_norm"],
+        sinks: "self_attn.sinks",
     };
 
     /// As Llama, with `qkv_proj` for queries, keys and values.

@@ -32,6 +32,8 @@ pub enum Family {
     StableLm,
     /// Short convolutions in every layer but the last.
     Lfm2,
+    /// The attention of gpt-oss, which has sinks, with the MLP of Llama.
+    GptOss,
 }
 
 /// Names of the parameters of a block.
@@ -164,7 +166,13 @@ impl Family {
     pub fn has_full_layers(self) -> bool {
         matches!(
             self,
-            Self::Gemma2 | Self::Gemma3 | Self::Olmo3 | Self::Exaone4 | Self::Ministral | Self::Cohere2
+            Self::Gemma2
+                | Self::Gemma3
+                | Self::Olmo3
+                | Self::Exaone4
+                | Self::Ministral
+                | Self::Cohere2
+                | Self::GptOss
         )
     }
 

@@ -8,7 +8,7 @@ use super::families::{Family, GRANITE, LOGIT_SCALE, QUERY_GROWTH};
 use super::linear_attention::{linear_attention, sigmoid};
 use super::rope::rope_tables;
 use super::short_conv::short_conv;
-use super::weights::{ReferenceConfig, RopeScaling, Weights, weight};
+use super::weights::{ReferenceConfig, RopeScaling, Weights, sinks_name, weight};
 use anyhow::Result;
 use candle_core::{D, Device, Tensor};
 
@@ -109,7 +109,12 @@ pub fn row_logits(
             let q = grown(config, rotated(q)?, position_ids)?; // [H, S, D]
             let k = repeat_kv(&rotated(heads("k", config.num_kv_heads)?)?, config)?;
             let v = repeat_kv(&split_heads(&biased("v")?, config.num_kv_heads)?, config)?;
-            let mut attended = attention(&q, &k, &v, &mask, (config.attention_scale(), attention_cap))?;
+            let sinks = match family {
+                Family::GptOss => Some(&**get(&sinks_name(layer))?),
+                _ => None,
+            };
+            let logits = (config.attention_scale(), attention_cap, sinks);
+            let mut attended = attention(&q, &k, &v, &mask, logits)?;
             if let Some(gate) = gate {
                 attended = (attended * sigmoid(&gate)?)?;
             }
@@ -283,17 +288,21 @@ fn document_causal_mask(position_ids: &[u32], window: Option<usize>) -> Result<T
     Ok(Tensor::from_vec(mask, (seq_len, seq_len), &Device::Cpu)?)
 }
 
-/// `softmax(capped(scale · q · kᵀ) + mask) · v` for `[H, S, D]` each.
+/// `softmax(capped(scale · q · kᵀ) + mask) · v` for `[H, S, D]` each. Sinks `[H]` are one more logit of every query, without a value.
 fn attention(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
     mask: &Tensor,
-    (scale, cap): (f64, Option<f64>),
+    (scale, cap, sinks): (f64, Option<f64>, Option<&Tensor>),
 ) -> Result<Tensor> {
     let scores = capped((q.matmul(&k.transpose(1, 2)?.contiguous()?)? * scale)?, cap)?;
     let scores = scores.broadcast_add(mask)?;
-    Ok(softmax(&scores)?.matmul(v)?)
+    let Some(sinks) = sinks else { return Ok(softmax(&scores)?.matmul(v)?) };
+    let (heads, queries, keys) = scores.dims3()?;
+    let sinks = sinks.reshape((heads, 1, 1))?.broadcast_as((heads, queries, 1))?;
+    let weights = softmax(&Tensor::cat(&[&scores, &sinks.contiguous()?], 2)?)?;
+    Ok(weights.narrow(2, 0, keys)?.contiguous()?.matmul(v)?)
 }
 
 /// Softmax over the last dimension. The shift by the maximum cancels, so it carries no gradient.

@@ -162,6 +162,9 @@ impl ReferenceConfig {
                     }
                 }
             }
+            if self.family == Family::GptOss {
+                shapes.insert(sinks_name(layer), vec![self.num_heads]);
+            }
             let mut add = |part: &str, mut shape: Vec<usize>| {
                 // GPT-2's are `[in, out]`.
                 if self.family == Family::Gpt2 {
@@ -217,6 +220,11 @@ impl ReferenceConfig {
     }
 }
 
+/// The sinks of a layer of gpt-oss.
+pub fn sinks_name(layer: usize) -> String {
+    format!("model.layers.{layer}.self_attn.sinks")
+}
+
 /// Returns weights large enough that any error affects the loss and every gradient.
 ///
 /// With the usual standard deviation of 0.02 attention is nearly uniform and the
@@ -231,6 +239,7 @@ pub fn random_weights(config: &ReferenceConfig, seed: u64) -> Result<Weights> {
         let fan_in = shape[shape.len() - 1] as f64;
         let mut element = || match (shape.len(), name.as_str()) {
             (1, name) if name.ends_with("bias") => rng.random_range(-0.7..0.7),
+            (1, name) if name.ends_with("sinks") => rng.random_range(-1.0..2.0),
             (1, name) if name.ends_with("A_log") => rng.random_range(-2.0..0.5),
             (1, name) if name.ends_with("linear_attn.norm.weight") => 1.0 + rng.random_range(-0.3..0.3),
             (1, _) => 1.0 - config.family.norm_offset() + rng.random_range(-0.3..0.3),

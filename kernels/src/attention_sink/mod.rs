@@ -1,0 +1,84 @@
+//! Attention sinks (arXiv 2309.17453, section 3.3; gpt-oss): a learned logit per query head takes part in the softmax and
+//! contributes no value. Attention without them has an output and log-denominators, which these ops turn into those with
+//! them.
+
+mod cpu;
+mod cuda;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+use super::OpError;
+use super::arg_check::{ArgCheck, Argument};
+use super::cast::with_element_type;
+use crate::device::Target;
+use candle_core::Tensor;
+
+/// `lse = ln(e^lse + e^sink)` and `o = o · e^(lse before − lse after)`, in place.
+///
+/// # Shapes
+/// `sinks: [H]`, `o: [B, S, H, D]` of one element type; `lse: [B, H, S]` in f32.
+///
+/// # Errors
+/// Shapes, dtypes, devices or layouts that do not match, or tensors that share storage.
+pub fn forward(sinks: &Tensor, o: &Tensor, lse: &Tensor) -> Result<(), OpError> {
+    let call = ArgCheck::new("attention_sink::forward");
+    let dims = check(call, sinks, ("lse", lse))?;
+    let [batch, heads, tokens] = dims;
+    let head_dim = o.dims().get(3).copied().unwrap_or_default();
+    call.expect(("o", o), &[batch, tokens, heads, head_dim])?;
+    let target = call.elementwise(&[("o", o), ("lse", lse)], &[("sinks", sinks)])?;
+    let dtype = call.element_type(&[("o", o), ("sinks", sinks)], &[("lse", lse)])?;
+    match target {
+        Target::Cpu => {
+            let sinks = call.read(sinks)?;
+            with_element_type!(dtype, T => call.on_cpu([], [o], |[], [o]: [&mut [T]; 1]| {
+                call.on_cpu([], [lse], |[], [lse]| cpu::forward(&sinks, (o, lse), [tokens, head_dim]))
+            })?)
+        }
+        Target::Dry(_) => Ok(()),
+        Target::Kernels(launcher) => {
+            call.kernels(cuda::forward(&launcher, (dtype, dims), sinks, [o, lse], head_dim))
+        }
+    }
+}
+
+/// Adds the gradient of the sinks, `−Σ e^(sink − lse) · delta` over the tokens, in an order that depends only on their number.
+/// The gradients of queries, keys and values are those of attention without sinks with this `lse` and `delta`.
+///
+/// # Shapes
+/// `sinks: [H]`; `lse: [B, H, S]` as [`forward`] wrote it, and `delta: [B, H, S]`, the row sums of `o · dout`
+/// ([`attention::delta`](crate::attention::delta)), to `dsinks: [H]`, all in f32.
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward(sinks: &Tensor, lse: &Tensor, delta: &Tensor, dsinks: &Tensor) -> Result<(), OpError> {
+    let call = ArgCheck::new("attention_sink::backward");
+    let dims = check(call, sinks, ("lse", lse))?;
+    call.expect(("delta", delta), &dims)?;
+    call.expect(("dsinks", dsinks), sinks.dims())?;
+    let rows = [("lse", lse), ("delta", delta)];
+    let target = call.elementwise(&[("dsinks", dsinks)], &[rows[0], rows[1], ("sinks", sinks)])?;
+    let dtype = call.element_type(&[("sinks", sinks)], &[rows[0], rows[1], ("dsinks", dsinks)])?;
+    match target {
+        Target::Cpu => {
+            let (sinks, lse, delta) = (call.read(sinks)?, call.read(lse)?, call.read(delta)?);
+            call.write(dsinks, |dsinks| {
+                cpu::backward(&sinks, [&lse, &delta], dsinks, dims[2]);
+                Ok(())
+            })
+        }
+        Target::Dry(_) => Ok(()),
+        Target::Kernels(launcher) => {
+            call.kernels(cuda::backward(&launcher, (dtype, dims), [sinks, lse, delta], dsinks))
+        }
+    }
+}
+
+/// Checks the sinks against the rows of the softmax. Returns batch, heads and tokens.
+fn check(call: ArgCheck, sinks: &Tensor, (name, rows): Argument<'_>) -> Result<[usize; 3], OpError> {
+    let dims = [0, 1, 2].map(|dim| rows.dims().get(dim).copied().unwrap_or_default());
+    call.expect((name, rows), &dims)?;
+    call.expect(("sinks", sinks), &dims[1..2])?;
+    Ok(dims)
+}
