@@ -1,9 +1,10 @@
 //! Trains transformers on sequences that are too long for one device.
 //!
-//! A mesh of `dp_size · sp_size` ranks shares the work. The `sp` axis shards every sequence (DeepSpeed-Ulysses: an
-//! all-to-all around attention trades tokens for heads and back). The `dp` axis takes different sequences, and ZeRO
-//! partitions optimizer state, gradients and parameters over it. The mesh never changes the math: loss, gradients and
-//! updates are the same for every dp, sp, ZeRO stage and accumulation that describe the same batch.
+//! A mesh of ranks shares the work. The `sp` axis shards every sequence (DeepSpeed-Ulysses: an all-to-all around attention
+//! trades tokens for heads and back). The `dp` axis takes different sequences, and ZeRO partitions optimizer state,
+//! gradients and parameters over it. A `tp` axis divides the weights of every layer, a `pp` axis the layers. The mesh never
+//! changes the math: loss, gradients and updates are the same for every mesh, ZeRO stage and accumulation that describe
+//! the same batch.
 //!
 //! # A program
 //!

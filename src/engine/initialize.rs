@@ -95,10 +95,8 @@ pub(super) fn check_mesh(config: &Config, groups: &ZeroGroups) -> Result<(), Eng
     {
         return Err(EngineError::WithPipeline { feature });
     }
-    let sizes = [
-        (TP_AXIS, config.mesh.tp_size, groups.tp_size()),
-        (PP_AXIS, config.mesh.pp_size, groups.num_stages()),
-    ];
+    let sizes =
+        [(TP_AXIS, config.mesh.tp_size, groups.tp_size()), (PP_AXIS, config.mesh.pp_size, groups.pp_size())];
     if let Some((axis, configured, actual)) =
         sizes.into_iter().find(|(_, configured, actual)| configured != actual)
     {

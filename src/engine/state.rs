@@ -196,7 +196,7 @@ impl Engine {
 
     /// Returns the units of all stages. Collective over these.
     fn unit_entries(&self) -> Result<Vec<UnitEntry>, EngineError> {
-        let stage = self.groups.stage();
+        let stage = self.groups.pp_rank();
         // The boundaries of stages have no parameters, and all the same name.
         let is_unit = |layout: &&FlatLayout| self.pipeline.is_none() || layout.numel() > 0;
         let own = self.zero.saved_layouts().filter(is_unit);

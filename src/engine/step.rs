@@ -285,15 +285,13 @@ impl Engine {
     /// [`EngineError::ReplicasDiffer`], or failed communication.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
         let layouts: Vec<_> = self.zero.layouts().map(FlatLayout::division).collect();
-        let divisions = [(false, false), (true, false), (false, true), (true, true)];
-        let divisions = divisions.map(|(over_tp, is_tied)| Division { over_tp, is_tied }).into_iter();
         // All stages compare the same: the layers of another one may be frozen.
         let is_present = |division: &Division| match division.is_tied {
             true => layouts.contains(division),
             false => !division.over_tp || self.groups.tensor.is_some(),
         };
         let mut compared = Vec::new();
-        for division in divisions.filter(is_present) {
+        for division in Division::ALL.into_iter().filter(is_present) {
             compared.extend(self.check_replicas_of(division)?);
         }
         Ok(self.zero.check_compared(&compared)?)

@@ -140,7 +140,7 @@ impl HfConfig<'_> {
             if self.flag(key)? {
                 return Err(self.error(
                     key,
-                    "this version has biases on queries, keys and values of Qwen2, GLM and Seed-OSS only",
+                    "must be false or absent: this version has no such biases for this model_type",
                 ));
             }
         }

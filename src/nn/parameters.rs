@@ -35,7 +35,7 @@ pub struct ParameterSpec {
     /// Full name in Hugging Face's convention, for example
     /// `model.layers.0.self_attn.q_proj.weight`.
     pub name: String,
-    /// Shape on this rank; a linear weight is `[out, in]`.
+    /// Shape on this rank; that of a linear weight depends on its [`WeightLayout`](super::WeightLayout).
     pub shape: Vec<usize>,
     /// Initial values.
     pub init: Init,

@@ -17,6 +17,16 @@ pub struct Division {
     pub is_tied: bool,
 }
 
+impl Division {
+    /// All divisions, in the order of flat buffers and comparisons.
+    pub const ALL: [Self; 4] = [
+        Self { over_tp: true, is_tied: false },
+        Self { over_tp: false, is_tied: false },
+        Self { over_tp: true, is_tied: true },
+        Self { over_tp: false, is_tied: true },
+    ];
+}
+
 /// A persistent buffer of a unit, by its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Buffer {
@@ -55,12 +65,17 @@ impl ZeroGroups {
         BufferLayout::new(self, buffer, stage, division)
     }
 
+    /// Returns whether this rank's stage counts parameters in the norm and saves them: the first one does, of those that have them.
+    pub(super) fn is_of_stage(&self, division: Division) -> bool {
+        !division.is_tied || self.pp_rank() == 0
+    }
+
     /// The part of the state that this rank writes to a checkpoint, if any.
     pub fn written_part(&self) -> Option<CheckpointPart> {
         let part = || CheckpointPart {
             partition: self.shard().rank(),
             tp_rank: self.tp_rank(),
-            stage: self.stage(),
+            stage: self.pp_rank(),
         };
         // Each rank of tp has parameters of its own.
         let layout = self.layout(

@@ -1,4 +1,4 @@
-//! The process groups of ZeRO: ranks with the other partitions, and ranks with the same partition.
+//! The process groups of one rank: those of ZeRO's partitions and replicas, of attention, tensor parallelism and pipelines.
 
 use crate::comm::{
     CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS,
@@ -7,7 +7,7 @@ use crate::config::CommunicationDtype;
 use crate::mesh::{PP_AXIS, TOKENS_AXIS, TP_AXIS};
 use std::sync::Arc;
 
-/// The groups over which one rank's gradients are reduced.
+/// The process groups of one rank, by the axes of the mesh.
 #[derive(Debug, Clone)]
 pub struct ZeroGroups {
     /// Ranks with other sequences and the same token range. Without [`sharding`](Self::sharding) they
@@ -196,13 +196,13 @@ impl ZeroGroups {
         self.tensor.as_ref().map_or(1, |groups| groups.tp.world_size())
     }
 
-    /// This rank's stage of the pipeline.
-    pub fn stage(&self) -> usize {
+    /// This rank along pp: its stage of the pipeline.
+    pub fn pp_rank(&self) -> usize {
         self.pipeline.as_ref().map_or(0, |groups| groups.pp.rank())
     }
 
-    /// Number of stages of the pipeline.
-    pub fn num_stages(&self) -> usize {
+    /// Number of ranks along pp.
+    pub fn pp_size(&self) -> usize {
         self.pipeline.as_ref().map_or(1, |groups| groups.pp.world_size())
     }
 

@@ -23,7 +23,7 @@ pub(super) const MAX_PIECE_ELEMENTS: usize = (1 << 30) / size_of::<f32>();
 ///
 /// Methods take a unit by its index in the list given to [`new`](Self::new), and panic if there is none.
 /// Methods that read or restore state take an index into [`layouts`](Self::layouts) instead. Methods that
-/// communicate are collective: every rank of both groups calls them for the same units in the same order.
+/// communicate are collective: every rank of the groups calls them for the same units in the same order.
 pub struct ZeroOptimizer {
     pub(super) stage: ZeroStage,
     pub(super) config: OptimizerConfig,
@@ -328,7 +328,7 @@ impl ZeroOptimizer {
     /// A failed collective, or a write of an offloaded gradient that failed.
     pub fn sum_tied_gradients(&mut self) -> Result<(), ZeroError> {
         for unit in &mut self.units {
-            reduce::sum_over_stages(unit, self.stage, &self.groups, &self.storage)?;
+            reduce::sum_tied(unit, self.stage, &self.groups, &self.storage)?;
         }
         self.storage.settle()
     }
@@ -360,22 +360,17 @@ impl ZeroOptimizer {
         Ok(sum)
     }
 
-    /// Returns whether a trained unit counts with others that the ranks of tp divide, or do not divide. Tied ones count on the first
-    /// stage.
-    fn is_counted(&self, unit: &Unit, over_tp: bool) -> bool {
-        let division = unit.layout.division();
-        division.over_tp == over_tp && (!division.is_tied || self.groups.stage() == 0)
-    }
-
     /// [`gradient_sum_of_squares`](Self::gradient_sum_of_squares) of the parameters that the ranks of tp divide, or of the others.
     fn sum_of_squares(&self, over_tp: bool) -> Result<f64, ZeroError> {
-        let units = || self.trained_units().filter(move |unit| self.is_counted(unit, over_tp));
+        let is_counted =
+            |division: Division| division.over_tp == over_tp && self.groups.is_of_stage(division);
+        let units = || self.trained_units().filter(|unit| is_counted(unit.layout.division()));
         sums::begin_squares(units().filter_map(Unit::placed_gradient))?;
         let own = match self.known_sum_of_squares(units()) {
             Some(own) => vec![own],
             None => self.squares_of_partitions(units)?,
         };
-        let sum = self.sum_over_shards(own, Division { over_tp, is_tied: false })?;
+        let sum = self.sum_over_shards(own, over_tp)?;
         sums::end()?;
         Ok(sum)
     }
@@ -402,8 +397,10 @@ impl ZeroOptimizer {
         Ok(of_partitions.collect())
     }
 
-    /// Sums a value per partition that this rank has, in their order, over the axes along which gradients are sharded.
-    fn sum_over_shards(&self, mut of_partitions: Vec<f64>, division: Division) -> Result<f64, ZeroError> {
+    /// Sums a value per partition that this rank has, in their order, over the axes along which gradients are sharded. Each stage
+    /// adds its own, so pp is one of them.
+    fn sum_over_shards(&self, mut of_partitions: Vec<f64>, over_tp: bool) -> Result<f64, ZeroError> {
+        let division = Division { over_tp, is_tied: false };
         for axis in self.groups.layout(Buffer::OptimizerState, self.stage, division).axes() {
             if axis.placement != Placement::Replicate {
                 of_partitions = axis.group.all_gather_values(&of_partitions)?;

@@ -101,7 +101,7 @@ pub(super) fn complete(
 }
 
 /// Sums the complete gradient of a unit over the stages of a pipeline that have it, so that all update it alike.
-pub(super) fn sum_over_stages(
+pub(super) fn sum_tied(
     unit: &mut Unit,
     stage: ZeroStage,
     groups: &ZeroGroups,
@@ -111,17 +111,17 @@ pub(super) fn sum_over_stages(
     if layout.replicas(true).next().is_none() {
         return Ok(());
     }
-    let sum_over_stages = |gradient: &Tensor| sum_over_replicas(gradient, &layout, true, groups);
+    let sum_over_pp = |gradient: &Tensor| sum_over_replicas(gradient, &layout, true, groups);
     match &mut unit.gradients {
         None => Ok(()),
-        Some(Gradients::Whole(whole)) if is_replicated(&layout) => sum_over_stages(&whole.flat),
+        Some(Gradients::Whole(whole)) if is_replicated(&layout) => sum_over_pp(&whole.flat),
         Some(Gradients::Whole(whole)) => {
             let own = unit.layout.partition(unit.shard_rank);
-            sum_over_stages(&whole.flat.narrow(0, own.start, own.len())?)
+            sum_over_pp(&whole.flat.narrow(0, own.start, own.len())?)
         }
         Some(Gradients::Partitioned { partition, .. }) => {
             let sum = partition.fetch()?;
-            sum_over_stages(&sum)?;
+            sum_over_pp(&sum)?;
             storage.settle()?;
             partition.put(sum, true)
         }

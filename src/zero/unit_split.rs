@@ -49,9 +49,7 @@ impl UnitSplit {
 
 /// The kinds of parameters in the order of flat buffers.
 fn kinds() -> impl Iterator<Item = Kind> {
-    let divisions = [(true, false), (false, false), (true, true), (false, true)];
-    let divisions = divisions.map(|(over_tp, is_tied)| Division { over_tp, is_tied });
-    let with = move |is_frozen| divisions.map(|division| Kind { is_frozen, division });
+    let with = |is_frozen| Division::ALL.map(|division| Kind { is_frozen, division });
     [false, true].into_iter().flat_map(with)
 }
 

@@ -25,8 +25,7 @@ impl ZeroOptimizer {
 
     /// The layouts of the units that checkpoints have from this rank's stage.
     pub fn saved_layouts(&self) -> impl Iterator<Item = &FlatLayout> {
-        let is_of_stage = |layout: &&FlatLayout| !layout.division().is_tied || self.groups.stage() == 0;
-        self.layouts().filter(is_of_stage)
+        self.layouts().filter(|layout| self.groups.is_of_stage(layout.division()))
     }
 
     /// Returns the bytes of each partition in a checkpoint, over all units and kinds that this rank of tp writes, without
