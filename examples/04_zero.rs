@@ -14,11 +14,11 @@
 
 use anyhow::Result;
 use candle_core::{D, Device, Tensor};
-use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
+use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, TrainingGroups, launch};
 use ulysses::config::{Config, ZeroStage};
 use ulysses::mesh::DeviceMesh;
 use ulysses::tensor::TensorOptions;
-use ulysses::zero::{FlatLayout, StateBytes, ZeroGroups, ZeroOptimizer};
+use ulysses::zero::{FlatLayout, StateBytes, ZeroOptimizer};
 
 const DP: usize = 4;
 /// Weights and a bias: 11 elements, not divisible by 4. The flat buffer is padded to 12.
@@ -56,7 +56,7 @@ fn layout() -> FlatLayout {
 fn fit(rank: &RankContext, stage: ZeroStage) -> Result<(f64, StateBytes)> {
     let mesh = DeviceMesh::dp_sp(DP, 1)?;
     let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-    let groups = ZeroGroups::new(&groups, None)?;
+    let groups = TrainingGroups::new(&groups, None)?;
     let adam = r#"{ "train_batch_size": 1, "optimizer": { "type": "Adam", "params": { "lr": 0.2 } } }"#;
     let adam = Config::from_json_str(adam, "the example's config")?.optimizer;
     // Called for exactly the elements that this rank stores.

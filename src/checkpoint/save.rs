@@ -88,7 +88,7 @@ impl Saver {
     ///
     /// The job must hold the directory's lock. `group` has all ranks of the mesh and no other use; its first rank
     /// creates and publishes directories. `part` is what this rank writes
-    /// ([`ZeroGroups::written_part`](crate::zero::ZeroGroups::written_part)): each part has one writer.
+    /// ([`TrainingGroups::written_part`](crate::zero::TrainingGroups::written_part)): each part has one writer.
     ///
     /// # Errors
     /// Fails if a partial checkpoint cannot be removed, or communication fails.

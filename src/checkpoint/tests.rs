@@ -3,10 +3,10 @@
 use super::state_file::write_state_file;
 use super::stored_layouts::StoredLayouts;
 use super::*;
-use crate::comm::{LaunchOptions, MeshGroups, launch};
+use crate::comm::{LaunchOptions, MeshGroups, TrainingGroups, launch};
 use crate::config::{OptimizerConfig, Sgd, ZeroStage};
 use crate::mesh::{DeviceMesh, TensorShard};
-use crate::zero::{CheckpointPart, FlatLayout, FlatParameter, StateSlice, ZeroGroups, ZeroOptimizer};
+use crate::zero::{CheckpointPart, FlatLayout, FlatParameter, StateSlice, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -329,13 +329,13 @@ fn shards_that_are_not_a_division_are_refused() {
 /// Runs `work` on every rank of a mesh, with an optimizer of the trained parameters.
 fn on_mesh(
     (dp, sp, tp): (usize, usize, usize),
-    work: impl Fn(&mut ZeroOptimizer, ZeroGroups, Arc<dyn crate::comm::ProcessGroup>) + Sync,
+    work: impl Fn(&mut ZeroOptimizer, TrainingGroups, Arc<dyn crate::comm::ProcessGroup>) + Sync,
 ) {
     let sizes = [("dp", dp as i64), ("sp", sp as i64), ("tp", tp as i64)];
     let mesh = DeviceMesh::new(&sizes[..if tp > 1 { 3 } else { 2 }], None).unwrap();
     launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let all = rank.group.clone();
-        let groups = ZeroGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, None)?;
+        let groups = TrainingGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, None)?;
         let units = layouts(dp, tp, groups.tp_rank());
         let units = units.into_iter().filter(|layout| !layout.is_frozen()).collect();
         let config = OptimizerConfig::Sgd(Sgd { lr: 1.0, momentum: 0.5, nesterov: false, weight_decay: 0.0 });

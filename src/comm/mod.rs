@@ -58,6 +58,7 @@ mod strided;
 pub mod thread;
 mod timed;
 pub mod traffic;
+mod training_groups;
 mod wrapper;
 
 pub use crate::mesh::{
@@ -82,4 +83,5 @@ pub use strided::pack_exchange_unpack;
 pub use thread::launch;
 pub use timed::{CallTimes, CommSeconds, CommTimer, EachCall};
 pub use traffic::Traffic;
+pub use training_groups::{PipelineGroups, RingGroups, ShardGroups, TensorGroups, TrainingGroups};
 pub use wrapper::GroupWrapper;

@@ -1,13 +1,12 @@
 //! The attention of an engine: over all sp ranks, or over a block of them with flexible sequence parallelism.
 
 use super::EngineError;
-use crate::comm::ProcessGroup;
+use crate::comm::{ProcessGroup, RingGroups, TrainingGroups};
 use crate::config::Config;
 use crate::data::MicroBatch;
 use crate::mesh::SeqSharding;
 use crate::nn::HeadExchange;
 use crate::sequence_parallel::{RingAttention, UlyssesAttention, UlyssesHeads};
-use crate::zero::{RingGroups, ZeroGroups};
 use std::sync::Arc;
 use ulysses_kernels::attention::{Attention, AttentionCompute};
 
@@ -27,13 +26,13 @@ pub(super) struct SharedAttention {
 pub(super) struct BlockAttention {
     all: SharedAttention,
     /// By ascending number of ranks: with flexible sequence parallelism, those of one rank and of the
-    /// [blocks](ZeroGroups::sp_blocks).
+    /// [blocks](TrainingGroups::sp_blocks).
     blocks: Vec<SharedAttention>,
 }
 
 impl BlockAttention {
     /// Wraps a local attention, which sees whole sequences or blocks of a ring.
-    pub(super) fn new(config: &Config, groups: &ZeroGroups, local: Arc<dyn AttentionCompute>) -> Self {
+    pub(super) fn new(config: &Config, groups: &TrainingGroups, local: Arc<dyn AttentionCompute>) -> Self {
         let blocks = match config.ulysses.flexible_sp {
             false => Vec::new(),
             true => {

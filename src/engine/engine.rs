@@ -11,12 +11,12 @@ use super::offload::{ActivationOffload, storage};
 use super::pipeline::Pipeline;
 use super::step::Accumulation;
 use super::times::{StepPhase, StepTimer, StepTimes, Timed};
-use crate::comm::{CallTimes, CommTimer, EachCall, MeshGroups, ProcessGroup};
+use crate::comm::{CallTimes, CommTimer, EachCall, MeshGroups, ProcessGroup, TrainingGroups};
 use crate::config::{Config, LrSchedule};
 use crate::model::{Model, WeightSource};
 use crate::nn::{TensorRank, TokenExchange, TokenLayout};
 use crate::tensor_parallel::TensorParallel;
-use crate::zero::{ZeroGroups, ZeroOptimizer};
+use crate::zero::ZeroOptimizer;
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
@@ -38,7 +38,7 @@ pub struct Engine {
     pub(super) config: Config,
     pub(super) model: Model,
     pub(super) zero: ZeroOptimizer,
-    pub(super) groups: ZeroGroups,
+    pub(super) groups: TrainingGroups,
     pub(super) global_rank: usize,
     pub(super) attention: BlockAttention,
     /// The exchange of tokens, if there are tensor-parallel ranks.
@@ -86,7 +86,7 @@ pub fn initialize(
     groups: &MeshGroups,
 ) -> Result<Engine, EngineError> {
     let device = groups.device();
-    let zero_groups = ZeroGroups::new(groups, config.zero_shards())?;
+    let zero_groups = TrainingGroups::new(groups, config.zero_shards())?;
     let zero_groups = zero_groups.with_ring(groups, config.seq_sharding().ring_size)?;
     let groups = zero_groups.with_sp_blocks(groups, config.ulysses.flexible_sp)?;
     let attention = Arc::new(attention(config, device)?);
@@ -104,7 +104,7 @@ impl Engine {
         model: Model,
         weights: &dyn WeightSource,
         config: &Config,
-        groups: ZeroGroups,
+        groups: TrainingGroups,
         local_attention: Arc<dyn AttentionCompute>,
         device: &Device,
     ) -> Result<Self, EngineError> {
@@ -116,7 +116,6 @@ impl Engine {
             _ => CommTimer::new(device),
         });
         let groups = groups.map(|axis, group| comm_timer.wrap(axis, group));
-        let groups = ZeroGroups { gradient_dtype: config.gradient_communication(), ..groups };
         if !dry::is_dry() {
             warn_about_candle_threads();
         }
@@ -212,7 +211,7 @@ impl Engine {
     }
 
     /// All groups that this engine communicates over.
-    pub fn groups(&self) -> &ZeroGroups {
+    pub fn groups(&self) -> &TrainingGroups {
         &self.groups
     }
 

@@ -2,11 +2,11 @@
 
 use super::EngineError;
 use super::parameter_groups::check_parameter_groups;
-use crate::comm::ProcessGroup;
+use crate::comm::{ProcessGroup, TrainingGroups};
 use crate::config::{AttentionChoice, Config};
 use crate::mesh::{PP_AXIS, RING_AXIS, SHARD_AXIS, TP_AXIS};
 use crate::model::{Model, WeightSource};
-use crate::zero::{FlatLayout, Storage, ZeroGroups, ZeroOptimizer};
+use crate::zero::{FlatLayout, Storage, ZeroOptimizer};
 use candle_core::Device;
 use std::collections::HashSet;
 use ulysses_kernels::attention::{AttentionKernels, FlashAttention};
@@ -41,7 +41,7 @@ pub(super) fn zero_optimizer(
     tied: &[String],
     weights: &dyn WeightSource,
     config: &Config,
-    groups: ZeroGroups,
+    groups: TrainingGroups,
     storage: Storage,
 ) -> Result<ZeroOptimizer, EngineError> {
     let units = model.units();
@@ -80,7 +80,7 @@ pub(super) fn warn_about_candle_threads() {
 }
 
 /// Checks that the groups have the sizes of the config's axes.
-pub(super) fn check_mesh(config: &Config, groups: &ZeroGroups) -> Result<(), EngineError> {
+pub(super) fn check_mesh(config: &Config, groups: &TrainingGroups) -> Result<(), EngineError> {
     check_axis("dp", config.mesh.dp_size, &*groups.dp)?;
     check_axis("sp", config.mesh.sp_size, &*groups.sp)?;
     if groups.tensor.is_some() && groups.sharding.is_some() {

@@ -189,6 +189,7 @@ pub(super) fn storage(config: &Config, options: TensorOptions) -> Result<Storage
         optimizer: store(OPTIMIZER, &config.zero.offload_optimizer)?,
         parameters: store(PARAMETERS, &config.zero.offload_param)?,
         options,
+        gradient_dtype: config.gradient_communication(),
     })
 }
 

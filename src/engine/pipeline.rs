@@ -1,6 +1,7 @@
 //! The pipeline of an engine: the stages of its rank, and their schedule.
 
 use super::EngineError;
+use crate::comm::PipelineGroups;
 use crate::config::{Config, PipelineSchedule};
 use crate::model::Model;
 use crate::nn::InputLayer;
@@ -9,7 +10,6 @@ use crate::pipeline::{
     Action, DueMessages, Neighbors, RankModel, Schedule, ScheduleError, ScheduleKind, due_messages,
     rank_model,
 };
-use crate::zero::PipelineGroups;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;

@@ -7,14 +7,14 @@ use crate::checkpoint::{
     Checkpoint, DataCursor, EvaluationSummary, LocalStorage, Manifest, MemoryCheckpoint, MemoryCopies,
     MeshSizes, SaveOptions, SavedCheckpoint, Saver, TrainingProgress, UnitEntry,
 };
-use crate::comm::{ProcessGroup, ProcessGroupExt};
+use crate::comm::{ProcessGroup, ProcessGroupExt, RingGroups};
 use crate::data::{DataError, DataLoader};
 use crate::mesh::{MeshShape, SeqSharding};
 use crate::model::{HfSource, ModelConfig};
 use crate::monitor::{RankSummary, StageIdle};
 use crate::nn::{MixerConfig, TensorRank};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume};
-use crate::zero::{FlatLayout, RingGroups, StateBytes};
+use crate::zero::{FlatLayout, StateBytes};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::cell::RefCell;

@@ -3,8 +3,8 @@
 use super::Workload;
 use super::event::{Axis, Event};
 use super::recorder::{Phase, Recorder};
-use crate::comm::ProcessGroup;
 use crate::comm::fake::{FakeCollective, FakeGroup};
+use crate::comm::{PipelineGroups, ProcessGroup, RingGroups, ShardGroups, TensorGroups, TrainingGroups};
 use crate::config::{Config, PipelineSchedule};
 use crate::data::MicroBatch;
 use crate::engine::{Engine, EngineError, PartPeak, attention};
@@ -13,7 +13,7 @@ use crate::model::{Model, ModelError, WeightSource};
 use crate::nn::{MixerConfig, ParameterSpec};
 use crate::pipeline::Action;
 use crate::placement::ledger::{self, LedgerGroup};
-use crate::zero::{CheckpointPart, PipelineGroups, RingGroups, ShardGroups, TensorGroups, ZeroGroups};
+use crate::zero::CheckpointPart;
 use candle_core::Device;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -143,7 +143,7 @@ impl Workload {
         &self,
         (mesh, rank): (&DeviceMesh, usize),
         max_micro_batches: usize,
-        change: impl FnOnce(ZeroGroups) -> ZeroGroups,
+        change: impl FnOnce(TrainingGroups) -> TrainingGroups,
         work: impl FnOnce(&mut DryRank, usize) -> Result<R, EngineError>,
     ) -> Result<R, EngineError> {
         let mut config = self.config.clone();
@@ -296,7 +296,7 @@ fn fake_groups(
     mesh: &DeviceMesh,
     rank: usize,
     recorder: &Arc<Mutex<Recorder>>,
-) -> Result<ZeroGroups, EngineError> {
+) -> Result<TrainingGroups, EngineError> {
     let fake_of = |axis: Axis, ranks, own| -> Result<Arc<dyn ProcessGroup>, EngineError> {
         let (name, recorder) = (axis.name(), recorder.clone());
         let group = FakeGroup::new(name, ranks, own)?;
@@ -342,11 +342,10 @@ fn fake_groups(
             Some(PipelineGroups { pp, tied })
         }
     };
-    let gradient_dtype = config.gradient_communication();
     let (dp, sp) = (fake(mesh, Axis::Dp)?, fake(mesh, Axis::Sp)?);
     // A plan is that of the fixed layout.
     let sp_blocks = Vec::new();
-    Ok(ZeroGroups { dp, sp, sharding, ring, sp_blocks, tensor, pipeline, gradient_dtype })
+    Ok(TrainingGroups { dp, sp, sharding, ring, sp_blocks, tensor, pipeline })
 }
 
 #[cfg(test)]

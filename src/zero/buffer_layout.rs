@@ -1,9 +1,8 @@
 //! The layout of a flat buffer on the groups of ZeRO. What is summed, counted, compared and saved follows from it.
 
-use super::{CheckpointPart, ZeroGroups};
-use crate::comm::{ProcessGroup, REPLICAS_AXIS, SHARD_AXIS};
+use crate::comm::{ProcessGroup, TrainingGroups};
 use crate::config::ZeroStage;
-use crate::mesh::{PP_AXIS, TOKENS_AXIS, TP_AXIS};
+use crate::mesh::{PP_AXIS, REPLICAS_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS};
 use crate::placement::Placement::{self, Partial, Replicate, Shard};
 use std::sync::Arc;
 
@@ -59,7 +58,18 @@ pub struct BufferLayout<'a> {
     axes: Vec<ZeroAxis<'a>>,
 }
 
-impl ZeroGroups {
+/// The part of the state that one rank writes to a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CheckpointPart {
+    /// Index of the partition.
+    pub partition: usize,
+    /// The rank along tp whose shards these are. Parameters that all ranks along tp have belong to rank 0.
+    pub tp_rank: usize,
+    /// The stage of the pipeline whose parameters these are. Tied ones belong to the first.
+    pub stage: usize,
+}
+
+impl TrainingGroups {
     /// The layout of a buffer at a stage, of parameters with this division.
     pub fn layout(&self, buffer: Buffer, stage: ZeroStage, division: Division) -> BufferLayout<'_> {
         BufferLayout::new(self, buffer, stage, division)
@@ -88,7 +98,7 @@ impl ZeroGroups {
 }
 
 impl<'a> BufferLayout<'a> {
-    fn new(groups: &'a ZeroGroups, buffer: Buffer, stage: ZeroStage, division: Division) -> Self {
+    fn new(groups: &'a TrainingGroups, buffer: Buffer, stage: ZeroStage, division: Division) -> Self {
         let is_partitioned = match buffer {
             Buffer::Parameters => stage.partitions_parameters(),
             Buffer::OptimizerState => stage.partitions_optimizer(),
@@ -130,5 +140,44 @@ impl<'a> BufferLayout<'a> {
     /// Returns whether this rank is the first of those with the same part of the buffer.
     pub(super) fn is_first_replica(&self) -> bool {
         self.axes[1..].iter().all(|axis| axis.placement != Replicate || axis.group.rank() == 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::{CommError, LaunchOptions, MeshGroups, launch};
+    use crate::mesh::{DeviceMesh, ShardShape};
+
+    #[test]
+    fn one_rank_writes_each_partition_and_no_group_is_listed_twice() {
+        let (of_dp, of_both) = (
+            |dp_size| Some(ShardShape { dp_size, spans_sp: false }),
+            |dp_size| Some(ShardShape { dp_size, spans_sp: true }),
+        );
+        for (dp, sp, shape, writers, axes) in [
+            (4, 2, of_dp(2), vec![0, 2], vec!["dp", "sp", "shard", "replicas"]),
+            (4, 1, of_dp(2), vec![0, 1], vec!["dp", "sp", "shard", "replicas"]),
+            // One partition: all ranks are replicas; without sp they are the dp group.
+            (3, 1, of_dp(1), vec![0], vec!["dp", "sp"]),
+            (4, 2, of_dp(4), vec![0, 2, 4, 6], vec!["dp", "sp"]),
+            (2, 2, None, vec![0, 2], vec!["dp", "sp"]),
+            (2, 2, of_both(2), vec![0, 1, 2, 3], vec!["dp", "sp", "shard"]),
+            (4, 2, of_both(2), vec![0, 1, 2, 3], vec!["dp", "sp", "shard", "replicas"]),
+            // Partitions that span sp have a group of their own even where it has the ranks of sp.
+            (1, 3, of_both(1), vec![0, 1, 2], vec!["dp", "sp", "shard"]),
+        ] {
+            let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
+            let on_ranks = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
+                let groups = TrainingGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, shape)?;
+                let listed: Vec<_> = groups.by_axis().into_iter().map(|(axis, _)| axis).collect();
+                assert_eq!(listed, axes, "dp {dp} × sp {sp}, {shape:?}");
+                Ok::<_, CommError>(groups.written_part())
+            });
+            let of_ranks = on_ranks.unwrap().into_iter().enumerate();
+            let written: Vec<_> = of_ranks.filter_map(|(rank, part)| Some((part?.partition, rank))).collect();
+            let expected: Vec<_> = writers.into_iter().enumerate().collect();
+            assert_eq!(written, expected, "dp {dp} × sp {sp}, {shape:?}");
+        }
     }
 }

@@ -5,7 +5,7 @@
 //! buffer in contiguous partitions, one per rank of the ZeRO world: by default `dp_size`, whatever `sp_size` is.
 //! The ranks of an sp group hold the same partition. They update it redundantly, from a gradient that is
 //! summed over sp. By choice, partitions span `dp` and `sp`, or only a part of `dp` with replicas over the rest
-//! ([`ZeroGroups`]).
+//! ([`TrainingGroups`](crate::comm::TrainingGroups)).
 //!
 //! | stage | partitioned |
 //! |---|---|
@@ -24,7 +24,6 @@
 mod buffer_layout;
 mod error;
 mod finite;
-mod groups;
 mod layout;
 mod optimizer;
 mod reduce;
@@ -35,9 +34,8 @@ mod unit;
 mod unit_split;
 mod update;
 
-pub use buffer_layout::{Buffer, BufferLayout, Division, ZeroAxis};
+pub use buffer_layout::{Buffer, BufferLayout, CheckpointPart, Division, ZeroAxis};
 pub use error::ZeroError;
-pub use groups::{CheckpointPart, PipelineGroups, RingGroups, ShardGroups, TensorGroups, ZeroGroups};
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};
 pub(crate) use state::Comparison;

@@ -4,8 +4,8 @@ use super::reduce::{self, Reduction};
 use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
 use super::unit_split::{UnitSplit, split_units};
-use super::{Buffer, Division, FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups};
-use crate::comm::ProcessGroupExt;
+use super::{Buffer, Division, FlatLayout, StateBytes, Storage, ZeroError};
+use crate::comm::{ProcessGroupExt, TrainingGroups};
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
 use crate::placement::Placement;
 use crate::placement::ledger::{self, sums};
@@ -27,7 +27,7 @@ pub(super) const MAX_PIECE_ELEMENTS: usize = (1 << 30) / size_of::<f32>();
 pub struct ZeroOptimizer {
     pub(super) stage: ZeroStage,
     pub(super) config: OptimizerConfig,
-    pub(super) groups: ZeroGroups,
+    pub(super) groups: TrainingGroups,
     pub(super) storage: Storage,
     /// The model's units, each with its entries of `units`.
     pub(super) splits: Vec<UnitSplit>,
@@ -54,7 +54,7 @@ impl ZeroOptimizer {
         stage: ZeroStage,
         config: OptimizerConfig,
         parameter_groups: &[ParameterGroup],
-        groups: ZeroGroups,
+        groups: TrainingGroups,
         storage: impl Into<Storage>,
         initialize: Initialize<'_, E>,
     ) -> Result<Self, E> {
@@ -292,7 +292,8 @@ impl ZeroOptimizer {
         let _reduce = tracing::trace_span!("reduce", unit).entered();
         let mut flats = self.splits[unit].flats.clone();
         flats.try_for_each(|flat| {
-            let next = reduce::start(flat, &mut self.units[flat], self.stage, &self.groups, boundary)?;
+            let (unit, storage) = (&mut self.units[flat], &self.storage);
+            let next = reduce::start(flat, unit, self.stage, &self.groups, storage, boundary)?;
             // Frozen parameters have nothing to reduce.
             if self.units[flat].gradients.is_some() {
                 self.complete_reduction()?;

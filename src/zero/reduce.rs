@@ -4,8 +4,8 @@
 //! Gradients sent in bf16 are summed in f32, from the contributions as sent, and the sum is not rounded.
 
 use super::unit::{Gradients, Unit};
-use super::{Buffer, BufferLayout, Storage, ZeroError, ZeroGroups};
-use crate::comm::{Pending, ProcessGroup, ProcessGroupExt, ReduceOp};
+use super::{Buffer, BufferLayout, Storage, ZeroError};
+use crate::comm::{Pending, ProcessGroup, ProcessGroupExt, ReduceOp, TrainingGroups};
 use crate::config::{CommunicationDtype, ZeroStage};
 use crate::placement::{Placement, ledger};
 use candle_core::{DType, Tensor};
@@ -31,7 +31,8 @@ pub(super) fn start(
     index: usize,
     unit: &mut Unit,
     stage: ZeroStage,
-    groups: &ZeroGroups,
+    groups: &TrainingGroups,
+    storage: &Storage,
     boundary: bool,
 ) -> Result<Option<Reduction>, ZeroError> {
     let layout = state_layout(unit, stage, groups);
@@ -39,7 +40,7 @@ pub(super) fn start(
     let whole = match &mut unit.gradients {
         None => return Ok(None),
         Some(Gradients::Whole(_)) if !boundary => return Ok(None),
-        Some(Gradients::Whole(whole)) if is_replicated && !rounds(shard, groups) => {
+        Some(Gradients::Whole(whole)) if is_replicated && !rounds(shard, storage) => {
             let pending = shard.start_all_reduce(&whole.flat, ReduceOp::Sum)?;
             return Ok(Some(Reduction { unit: index, pending, received: None, boundary }));
         }
@@ -56,7 +57,7 @@ pub(super) fn start(
     let received = with_category(Category::Gradients, || {
         ulysses_kernels::tensor::empty(unit.layout.partition_numel(), whole.dtype(), whole.device())
     })?;
-    let sent = if rounds(shard, groups) { rounded(&whole, whole.elem_count())? } else { whole };
+    let sent = if rounds(shard, storage) { rounded(&whole, whole.elem_count())? } else { whole };
     let pending = shard.start_reduce_scatter(&sent, &received, ReduceOp::Sum)?;
     Ok(Some(Reduction { unit: index, pending, received: Some(received), boundary }))
 }
@@ -67,14 +68,14 @@ pub(super) fn complete(
     reduction: Reduction,
     unit: &mut Unit,
     stage: ZeroStage,
-    groups: &ZeroGroups,
+    groups: &TrainingGroups,
     storage: &Storage,
 ) -> Result<(), ZeroError> {
     let Reduction { pending, received, boundary, .. } = reduction;
     pending.wait()?;
     let own = unit.layout.partition(unit.shard_rank);
     let layout = state_layout(unit, stage, groups);
-    let sum_over_replicas = |gradient: &Tensor| sum_over_replicas(gradient, &layout, false, groups);
+    let sum_over_replicas = |gradient: &Tensor| sum_over_replicas(gradient, &layout, false, storage);
     match (&mut unit.gradients, received) {
         (None, _) => {}
         (Some(Gradients::Whole(whole)), None) => sum_over_replicas(&whole.flat)?,
@@ -104,14 +105,14 @@ pub(super) fn complete(
 pub(super) fn sum_tied(
     unit: &mut Unit,
     stage: ZeroStage,
-    groups: &ZeroGroups,
+    groups: &TrainingGroups,
     storage: &Storage,
 ) -> Result<(), ZeroError> {
     let layout = state_layout(unit, stage, groups);
     if layout.replicas(true).next().is_none() {
         return Ok(());
     }
-    let sum_over_pp = |gradient: &Tensor| sum_over_replicas(gradient, &layout, true, groups);
+    let sum_over_pp = |gradient: &Tensor| sum_over_replicas(gradient, &layout, true, storage);
     match &mut unit.gradients {
         None => Ok(()),
         Some(Gradients::Whole(whole)) if is_replicated(&layout) => sum_over_pp(&whole.flat),
@@ -129,7 +130,7 @@ pub(super) fn sum_tied(
 }
 
 /// The layout of a unit's optimizer state, which that of its reduced gradient is.
-fn state_layout<'a>(unit: &Unit, stage: ZeroStage, groups: &'a ZeroGroups) -> BufferLayout<'a> {
+fn state_layout<'a>(unit: &Unit, stage: ZeroStage, groups: &'a TrainingGroups) -> BufferLayout<'a> {
     groups.layout(Buffer::OptimizerState, stage, unit.layout.division())
 }
 
@@ -143,18 +144,20 @@ fn sum_over_replicas(
     gradient: &Tensor,
     layout: &BufferLayout<'_>,
     are_stages: bool,
-    groups: &ZeroGroups,
+    storage: &Storage,
 ) -> Result<(), ZeroError> {
     layout.replicas(are_stages).try_for_each(|axis| match &**axis.group {
         group if group.world_size() == 1 => Ok(()),
-        group if rounds(group, groups) => with_category(Category::Gradients, || sum_rounded(gradient, group)),
+        group if rounds(group, storage) => {
+            with_category(Category::Gradients, || sum_rounded(gradient, group))
+        }
         group => Ok(group.all_reduce(gradient, ReduceOp::Sum)?),
     })
 }
 
 /// Returns whether gradients are rounded before they are sent to the other ranks of a group.
-fn rounds(group: &dyn ProcessGroup, groups: &ZeroGroups) -> bool {
-    groups.gradient_dtype == CommunicationDtype::Bf16 && group.world_size() > 1
+fn rounds(group: &dyn ProcessGroup, storage: &Storage) -> bool {
+    storage.gradient_dtype == CommunicationDtype::Bf16 && group.world_size() > 1
 }
 
 /// Returns a copy in bf16, padded with zeros to `numel` elements.

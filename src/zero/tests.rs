@@ -2,7 +2,7 @@
 
 use super::update::param_group_ranges::{GroupSettings, ParamGroupRange};
 use super::*;
-use crate::comm::{CollectiveOp, LaunchOptions, MeshGroups, launch};
+use crate::comm::{CollectiveOp, LaunchOptions, MeshGroups, TrainingGroups, launch};
 use crate::config::{
     Adagrad, Adam, CommunicationDtype, GroupRate, Lamb, Lion, OptimizerConfig, Sgd, ZeroStage,
 };
@@ -81,7 +81,7 @@ fn on_mesh_sending<S: Into<Storage>>(
     let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
     launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let groups = ZeroGroups { gradient_dtype, ..ZeroGroups::new(&groups, None)? };
+        let groups = TrainingGroups::new(&groups, None)?;
         let fill = |(_, parameter): (usize, usize), range: std::ops::Range<usize>, out: &mut [f32]| {
             let first = range.start + [0, 6][parameter];
             out.iter_mut().enumerate().for_each(|(i, element)| *element = (first + i) as f32);
@@ -89,8 +89,9 @@ fn on_mesh_sending<S: Into<Storage>>(
         };
         let units = vec![layout(dp), layout(dp)];
         let (dp_rank, sp_rank) = (groups.dp.rank(), groups.sp.rank());
+        let storage = Storage { gradient_dtype, ..storage().into() };
         let mut zero =
-            ZeroOptimizer::new::<ZeroError>(units, stage, config.clone(), &[], groups, storage(), &fill)?;
+            ZeroOptimizer::new::<ZeroError>(units, stage, config.clone(), &[], groups, storage, &fill)?;
         check(&mut zero, dp_rank, sp_rank);
         Ok::<_, ZeroError>(())
     })
@@ -271,7 +272,7 @@ fn offloaded_state_comes_back_bit_for_bit() {
             let away = || Storage {
                 parameters: store().filter(|_| stage == ZeroStage::Parameters),
                 optimizer: store(),
-                options: options(),
+                ..options().into()
             };
             let seen = Mutex::new(BTreeMap::new());
             on_mesh_with(mesh, stage, (config.clone(), options), |zero, dp_rank, sp_rank| {

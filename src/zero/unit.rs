@@ -2,8 +2,8 @@
 
 use super::state::{GradientPartition, StateTensor};
 use super::update::param_group_ranges::ParamGroupRange;
-use super::{Buffer, FlatLayout, FlatParameter, ZeroError, ZeroGroups};
-use crate::comm::{Pending, ProcessGroup};
+use super::{Buffer, FlatLayout, FlatParameter, ZeroError};
+use crate::comm::{Pending, ProcessGroup, TrainingGroups};
 use crate::config::ZeroStage;
 use crate::mesh::{PP_AXIS, TP_AXIS};
 use crate::placement::ledger::{self, GradientOf, Placed};
@@ -282,7 +282,7 @@ impl Unit {
 /// The placements of the unit's tensors in a dry run.
 impl Unit {
     /// Sets those of parameters and optimizer state that are new, each by the layout of its buffer.
-    pub(super) fn place_state(&self, groups: &ZeroGroups, stage: ZeroStage) {
+    pub(super) fn place_state(&self, groups: &TrainingGroups, stage: ZeroStage) {
         let place = |tensor: &StateTensor, what: &str, buffer: Buffer| {
             let layout = groups.layout(buffer, stage, self.layout.division());
             let axes: Vec<_> = layout.axes().iter().map(|axis| (&**axis.group, axis.placement)).collect();

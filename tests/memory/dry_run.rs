@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use ulysses::comm::thread::LaunchOptions;
-use ulysses::comm::{CollectiveOp, ProcessGroupExt};
+use ulysses::comm::{CollectiveOp, ProcessGroupExt, TrainingGroups};
 use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::device::DeviceKind;
@@ -24,7 +24,6 @@ use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{live_by_category, live_bytes};
 use ulysses::mesh::{DeviceMesh, ShardShape};
 use ulysses::model::{Model, ModelConfig, RandomWeights, family, preset, shape};
-use ulysses::zero::ZeroGroups;
 
 /// Bytes sent and received, by axis and operation.
 type Moved = BTreeMap<(&'static str, CollectiveOp), (u64, u64)>;
@@ -358,7 +357,7 @@ impl Case {
 }
 
 /// Bytes that a rank has moved, once its peers have received everything it sent.
-fn moved(groups: &ZeroGroups) -> anyhow::Result<Moved> {
+fn moved(groups: &TrainingGroups) -> anyhow::Result<Moved> {
     let mut moved = Moved::new();
     for (axis, group) in groups.by_axis() {
         group.barrier()?;

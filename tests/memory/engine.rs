@@ -8,8 +8,8 @@ use candle_core::Tensor;
 use serde_json::json;
 use std::ops::Range;
 use std::sync::{Arc, LazyLock, Mutex};
-use ulysses::comm::ProcessGroupExt;
 use ulysses::comm::thread::LaunchOptions;
+use ulysses::comm::{ProcessGroupExt, TrainingGroups};
 use ulysses::config::{Config, PartitionAxes};
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
@@ -17,7 +17,6 @@ use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{AllocationMeter, live_by_category, live_bytes, peak_bytes, reset_peak};
 use ulysses::model::{DecoderLayer, Model, ModelConfig, ModelError, RandomWeights, WeightSource, family};
 use ulysses::nn::{Layer, LayerContext, LayerError, ParameterSpec, Saved};
-use ulysses::zero::ZeroGroups;
 
 /// Wide enough that names, views and plans are below 1 % of its tensors on every rank.
 static MODEL: LazyLock<ModelConfig> = LazyLock::new(|| {
@@ -52,7 +51,12 @@ impl WeightSource for Constant {
     }
 }
 
-fn engine(model: Model, weights: &dyn WeightSource, config: &Config, groups: ZeroGroups) -> Result<Engine> {
+fn engine(
+    model: Model,
+    weights: &dyn WeightSource,
+    config: &Config,
+    groups: TrainingGroups,
+) -> Result<Engine> {
     Ok(Engine::with_attention(
         model,
         weights,

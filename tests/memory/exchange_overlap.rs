@@ -6,12 +6,13 @@ use crate::support::problems::{CONFIG, packed_batch, problem};
 use candle_core::Tensor;
 use serde_json::json;
 use std::sync::{Arc, Mutex};
-use ulysses::comm::{Call, CollectiveOp, CommError, GroupWrapper, LaunchOptions, Pending, ProcessGroup};
+use ulysses::comm::{
+    Call, CollectiveOp, CommError, GroupWrapper, LaunchOptions, Pending, ProcessGroup, TrainingGroups,
+};
 use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::{
     AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
 };
-use ulysses::zero::ZeroGroups;
 
 /// `s`: an exchange is started; `w`: a rank begins to wait for one; `A`, `B`: attention forward, backward.
 type Log = Arc<Mutex<String>>;
@@ -77,7 +78,7 @@ fn events(chunks: usize, overlaps: bool, ulysses: serde_json::Value) -> [String;
     let problem = Problem { extra, ..problem(config, packed_batch()) };
     let global = crate::support::mesh_run::global_batch(&problem.batch).unwrap();
     let config = problem.json_config(layout(1, 2, 0), global.batch_size()).unwrap();
-    let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups: ZeroGroups| {
+    let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups: TrainingGroups| {
         let log = Log::default();
         let noting = log.clone();
         let groups = groups

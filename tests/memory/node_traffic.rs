@@ -7,8 +7,8 @@ use anyhow::Result;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use ulysses::comm::ProcessGroupExt;
 use ulysses::comm::thread::LaunchOptions;
+use ulysses::comm::{ProcessGroupExt, TrainingGroups};
 use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::device::DeviceKind;
@@ -16,7 +16,6 @@ use ulysses::engine::Engine;
 use ulysses::estimate::{RankStep, SentBytes, Workload};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::model::{Model, ModelConfig, RandomWeights, preset};
-use ulysses::zero::ZeroGroups;
 
 const SEQ_LEN: usize = 25;
 
@@ -38,7 +37,7 @@ fn config(mesh: &Value, stage: usize, zero_axes: &[&str]) -> Config {
 }
 
 /// Bytes that this rank has sent to each rank, once its peers have received them.
-fn sent_to(groups: &ZeroGroups) -> Result<BTreeMap<usize, u64>> {
+fn sent_to(groups: &TrainingGroups) -> Result<BTreeMap<usize, u64>> {
     let mut sums = BTreeMap::new();
     for (_, group) in groups.by_axis() {
         group.barrier()?;

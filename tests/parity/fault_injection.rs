@@ -6,7 +6,7 @@ use crate::support::problems::main_problem;
 use crate::support::reference::{Batch, IGNORED};
 use crate::support::vocab_doubles::{FaultyHeadGroup, HeadFault, with_head_summed_over_tp, with_next_row};
 use std::sync::Arc;
-use ulysses::zero::{RingGroups, TensorGroups, ZeroGroups};
+use ulysses::comm::{RingGroups, TensorGroups, TrainingGroups};
 
 const TOLERANCE: f64 = 2e-5;
 
@@ -33,7 +33,7 @@ fn verdict_on(problem: &Problem, layout: Layout, doubles: &Doubles) -> Verdict {
     if matches(&outcome, &expected, TOLERANCE) { Verdict::Accepted } else { Verdict::WrongNumbers }
 }
 
-fn with_groups(groups: fn(ZeroGroups) -> ZeroGroups) -> Doubles {
+fn with_groups(groups: fn(TrainingGroups) -> TrainingGroups) -> Doubles {
     Doubles { groups, ..Doubles::default() }
 }
 
@@ -46,8 +46,10 @@ fn correct_parts_are_accepted() {
 
 #[test]
 fn a_group_that_skips_the_sum_over_sp_is_detected() {
-    let doubles =
-        with_groups(|groups| ZeroGroups { sp: FaultyGroup::wrap(groups.sp, Fault::SkipsTheSum), ..groups });
+    let doubles = with_groups(|groups| TrainingGroups {
+        sp: FaultyGroup::wrap(groups.sp, Fault::SkipsTheSum),
+        ..groups
+    });
     for stage in 0..=3 {
         assert_eq!(verdict(layout(2, 2, stage), &doubles), Verdict::WrongNumbers, "stage {stage}");
     }
@@ -55,8 +57,10 @@ fn a_group_that_skips_the_sum_over_sp_is_detected() {
 
 #[test]
 fn a_group_that_skips_the_sum_over_dp_is_detected() {
-    let doubles =
-        with_groups(|groups| ZeroGroups { dp: FaultyGroup::wrap(groups.dp, Fault::SkipsTheSum), ..groups });
+    let doubles = with_groups(|groups| TrainingGroups {
+        dp: FaultyGroup::wrap(groups.dp, Fault::SkipsTheSum),
+        ..groups
+    });
     for stage in 0..=3 {
         assert_eq!(verdict(layout(2, 2, stage), &doubles), Verdict::WrongNumbers, "stage {stage}");
     }
@@ -64,7 +68,7 @@ fn a_group_that_skips_the_sum_over_dp_is_detected() {
 
 #[test]
 fn a_loss_scaled_by_sp_is_detected() {
-    let doubles = with_groups(|groups| ZeroGroups {
+    let doubles = with_groups(|groups| TrainingGroups {
         sp: FaultyGroup::wrap(groups.sp, Fault::ScalesByWorldSize),
         ..groups
     });
@@ -77,12 +81,15 @@ fn a_loss_scaled_by_sp_is_detected() {
 /// embedding) that are not summed over the ranks with other tokens, are counted once per rank, or are summed over sp alone.
 #[test]
 fn wrong_sums_of_tensor_parallelism_are_detected() {
-    fn change(groups: ZeroGroups, change: impl Fn(TensorGroups, &ZeroGroups) -> TensorGroups) -> ZeroGroups {
+    fn change(
+        groups: TrainingGroups,
+        change: impl Fn(TensorGroups, &TrainingGroups) -> TensorGroups,
+    ) -> TrainingGroups {
         let tensor = groups.tensor.clone().map(|tensor| change(tensor, &groups));
-        ZeroGroups { tensor, ..groups }
+        TrainingGroups { tensor, ..groups }
     }
     let on_tp = |dp, sp, stage| Layout { tp: 2, ..layout(dp, sp, stage) };
-    let faults: [fn(ZeroGroups) -> ZeroGroups; 5] = [
+    let faults: [fn(TrainingGroups) -> TrainingGroups; 5] = [
         |groups| {
             change(groups, |TensorGroups { tp, tokens }, _| TensorGroups {
                 tp: FaultyGroup::wrap(tp, Fault::SkipsTheSum),
@@ -114,12 +121,12 @@ fn wrong_sums_of_tensor_parallelism_are_detected() {
 
 #[test]
 fn wrong_sums_over_slices_of_the_vocabulary_are_detected() {
-    fn faulty(groups: ZeroGroups, fault: HeadFault) -> ZeroGroups {
+    fn faulty(groups: TrainingGroups, fault: HeadFault) -> TrainingGroups {
         let wrap =
             |TensorGroups { tp, tokens }| TensorGroups { tp: FaultyHeadGroup::wrap(tp, fault), tokens };
-        ZeroGroups { tensor: groups.tensor.map(wrap), ..groups }
+        TrainingGroups { tensor: groups.tensor.map(wrap), ..groups }
     }
-    let faults: [fn(ZeroGroups) -> ZeroGroups; 3] = [
+    let faults: [fn(TrainingGroups) -> TrainingGroups; 3] = [
         |groups| faulty(groups, HeadFault::DenominatorOfOneSlice),
         |groups| faulty(groups, HeadFault::LabelTwice),
         |groups| faulty(groups, HeadFault::GradientOfOneSlice),
@@ -167,16 +174,16 @@ fn labels_shifted_after_sharding_are_detected() {
 }
 
 /// A ring that loses its transfer number `N`.
-fn losing<const N: u64>(groups: ZeroGroups) -> ZeroGroups {
+fn losing<const N: u64>(groups: TrainingGroups) -> TrainingGroups {
     let lossy = |RingGroups { ring, ulysses }| RingGroups { ring: LossyGroup::wrap(ring, N), ulysses };
-    ZeroGroups { ring: groups.ring.map(lossy), ..groups }
+    TrainingGroups { ring: groups.ring.map(lossy), ..groups }
 }
 
 #[test]
 fn every_lost_transfer_of_a_ring_is_detected() {
     // Two layers on a ring of three: four transfers for the logits, which are not compared. Then four of blocks forward;
     // backward per layer two of blocks and two of gradients, of which the last one returns them to their rank.
-    let transfers: [fn(ZeroGroups) -> ZeroGroups; 12] = [
+    let transfers: [fn(TrainingGroups) -> TrainingGroups; 12] = [
         losing::<4>,
         losing::<5>,
         losing::<6>,

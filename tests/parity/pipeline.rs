@@ -13,10 +13,9 @@ use candle_core::Tensor;
 use serde_json::json;
 use std::sync::Arc;
 use ulysses::checkpoint::{Checkpoint, DataCursor, SaveOptions, step_name};
-use ulysses::comm::LaunchOptions;
+use ulysses::comm::{LaunchOptions, PipelineGroups, TrainingGroups};
 use ulysses::engine::RunRecord;
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::zero::{PipelineGroups, ZeroGroups};
 
 /// Five layers, for stages of different sizes.
 const DEEP: ReferenceConfig = ReferenceConfig { num_layers: 5, ..CONFIG };
@@ -135,9 +134,9 @@ fn schedules_and_divisions_of_layers_give_the_same_bits() {
 /// There a message waits for both of its ranks, and their later ones wait for it.
 #[test]
 fn stages_do_not_wait_for_each_other_on_one_stream() {
-    fn on_one_stream(groups: ZeroGroups) -> ZeroGroups {
+    fn on_one_stream(groups: TrainingGroups) -> TrainingGroups {
         let wrap = |groups: PipelineGroups| PipelineGroups { pp: OneStream::wrap(groups.pp), ..groups };
-        ZeroGroups { pipeline: groups.pipeline.map(wrap), ..groups }
+        TrainingGroups { pipeline: groups.pipeline.map(wrap), ..groups }
     }
     for (pipeline, mesh, accumulation) in [
         (json!({ "schedule": "gpipe" }), [3, 1, 1, 1], 4),
@@ -216,16 +215,16 @@ fn an_overflow_on_one_stage_skips_the_step_on_all() {
 
 #[test]
 fn a_tied_gradient_without_its_sum_is_detected() {
-    fn with(groups: ZeroGroups, fault: Fault) -> ZeroGroups {
+    fn with(groups: TrainingGroups, fault: Fault) -> TrainingGroups {
         let wrap = |groups: PipelineGroups| PipelineGroups {
             tied: groups.tied.map(|tied| FaultyGroup::wrap(tied, fault)),
             ..groups
         };
-        ZeroGroups { pipeline: groups.pipeline.map(wrap), ..groups }
+        TrainingGroups { pipeline: groups.pipeline.map(wrap), ..groups }
     }
     let problem = tied(Rule::Sgd { lr: 0.1 }, None);
     let expected = problem.reference().unwrap();
-    let is_accepted = |groups: fn(ZeroGroups) -> ZeroGroups, stage| {
+    let is_accepted = |groups: fn(TrainingGroups) -> TrainingGroups, stage| {
         let doubles = Doubles { groups, ..Doubles::default() };
         let outcome = problem.run_with(on_pp([3, 2, 1, 1], stage), &doubles).unwrap();
         matches(&outcome, &expected, 2e-5)
@@ -239,10 +238,10 @@ fn a_tied_gradient_without_its_sum_is_detected() {
 
 #[test]
 fn wrong_messages_and_norms_of_stages_are_detected() {
-    fn with(groups: ZeroGroups, fault: PipelineFault) -> ZeroGroups {
+    fn with(groups: TrainingGroups, fault: PipelineFault) -> TrainingGroups {
         let wrap =
             |groups: PipelineGroups| PipelineGroups { pp: FaultyPipeline::wrap(groups.pp, fault), ..groups };
-        ZeroGroups { pipeline: groups.pipeline.map(wrap), ..groups }
+        TrainingGroups { pipeline: groups.pipeline.map(wrap), ..groups }
     }
     let problem = deep(Rule::Sgd { lr: 0.1 }, Some(0.25));
     let expected = problem.reference().unwrap();
@@ -253,7 +252,7 @@ fn wrong_messages_and_norms_of_stages_are_detected() {
             matches(&outcome, &expected, 2e-5)
         };
         assert!(is_accepted(|groups| groups), "stage {stage}");
-        let faults: [fn(ZeroGroups) -> ZeroGroups; 3] = [
+        let faults: [fn(TrainingGroups) -> TrainingGroups; 3] = [
             |groups| with(groups, PipelineFault::SendsThePreviousMessage),
             |groups| with(groups, PipelineFault::HalvesMessages),
             |groups| with(groups, PipelineFault::SkipsTheNorm),

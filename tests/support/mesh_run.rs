@@ -14,6 +14,7 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use ulysses::comm::TrainingGroups;
 use ulysses::comm::thread::{LaunchError, LaunchOptions};
 use ulysses::config::Config;
 use ulysses::data::{GlobalBatch, MicroBatch};
@@ -24,7 +25,6 @@ use ulysses::model::{DecoderLayer, Model, ModelConfig, ModelError, Multipliers, 
 use ulysses::nn::{
     AttentionConfig, Layer, LinearAttentionConfig, MixerConfig, ParameterSpec, QkNorm, ShortConvConfig,
 };
-use ulysses::zero::ZeroGroups;
 
 /// One way to distribute a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,7 +127,7 @@ pub struct Problem {
 
 /// Faulty replacements of parts of the library, which the suite must detect.
 pub struct Doubles {
-    pub groups: fn(ZeroGroups) -> ZeroGroups,
+    pub groups: fn(TrainingGroups) -> TrainingGroups,
     pub attention: Arc<dyn AttentionCompute>,
     pub batch: fn(Batch, Layout) -> Batch,
 }
@@ -201,7 +201,7 @@ impl Problem {
     pub fn engine(
         &self,
         config: &Config,
-        groups: ZeroGroups,
+        groups: TrainingGroups,
         attention: Arc<dyn AttentionCompute>,
     ) -> Result<Engine> {
         let model = (self.model)(&llama_config(&self.config));
@@ -248,11 +248,11 @@ impl Problem {
 pub fn on_mesh<T: Send>(
     config: &Config,
     options: &LaunchOptions,
-    work: impl Fn(usize, ZeroGroups) -> Result<T> + Sync,
+    work: impl Fn(usize, TrainingGroups) -> Result<T> + Sync,
 ) -> Result<Vec<T>, LaunchError> {
     let mesh = config.placed_mesh(None).expect("the mesh of a config").mesh;
     super::device::launch(&mesh, options, |rank, groups| {
-        let zero_groups = ZeroGroups::new(&groups, config.zero_shards())?;
+        let zero_groups = TrainingGroups::new(&groups, config.zero_shards())?;
         work(rank, zero_groups.with_ring(&groups, config.seq_sharding().ring_size)?)
     })
 }

@@ -2,8 +2,9 @@
 
 use candle_core::Tensor;
 use std::sync::{Arc, Mutex};
-use ulysses::comm::{Call, CallSignature, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
-use ulysses::zero::ZeroGroups;
+use ulysses::comm::{
+    Call, CallSignature, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup, TrainingGroups,
+};
 
 /// An operation that a rank started.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,7 +28,7 @@ pub struct Recorded {
 
 impl Recorded {
     /// Wraps all groups of a rank, with a common log.
-    pub fn groups(groups: &ZeroGroups, log: &Log) -> ZeroGroups {
+    pub fn groups(groups: &TrainingGroups, log: &Log) -> TrainingGroups {
         let wrap =
             |axis, inner| -> Arc<dyn ProcessGroup> { Arc::new(Self { inner, axis, log: log.clone() }) };
         groups.clone().map(wrap)

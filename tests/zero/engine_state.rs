@@ -12,14 +12,13 @@ use candle_core::Tensor;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::checkpoint::SaveOptions;
-use ulysses::comm::LaunchOptions;
+use ulysses::comm::{LaunchOptions, TrainingGroups};
 use ulysses::config::Config;
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::{Engine, EngineError, PartTimes, PhaseTimes, StepTimes};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::model::{Model, ModelConfig, RandomWeights};
 use ulysses::nn::{AutogradLayer, BlockContext, Init, Layer, LayerContext, LayerError, ParameterSpec, Saved};
-use ulysses::zero::ZeroGroups;
 
 const ROWS: usize = 8;
 
@@ -367,9 +366,9 @@ fn replicas_that_drift_apart_along_dp_are_detected() {
     // different gradients.
     let config = problem.json_config(layout(2, 1, 0), ROWS).unwrap();
     let check = |fault: Option<Fault>| {
-        let run = |_: usize, groups: ZeroGroups| {
+        let run = |_: usize, groups: TrainingGroups| {
             let groups = match fault {
-                Some(fault) => ZeroGroups { dp: FaultyGroup::wrap(groups.dp, fault), ..groups },
+                Some(fault) => TrainingGroups { dp: FaultyGroup::wrap(groups.dp, fault), ..groups },
                 None => groups,
             };
             let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;

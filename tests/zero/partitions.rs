@@ -14,11 +14,11 @@ use crate::support::sample::sampled;
 use serde_json::json;
 use std::sync::Arc;
 use ulysses::comm::thread::LaunchOptions;
+use ulysses::comm::{ShardGroups, TrainingGroups};
 use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::engine::EngineError;
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::zero::{ShardGroups, ZeroGroups};
 
 /// dp × sp with the shard size along dp, and whether partitions span sp.
 type Sharding = (usize, usize, usize, bool);
@@ -162,12 +162,12 @@ fn each_rank_has_the_partition_of_its_shard_rank() {
 }
 
 /// Replicas that do not sum their gradients.
-fn without_the_sum(groups: ZeroGroups) -> ZeroGroups {
+fn without_the_sum(groups: TrainingGroups) -> TrainingGroups {
     let sharding = groups.sharding.map(|ShardGroups { shard, replicas }| ShardGroups {
         shard,
         replicas: FaultyGroup::wrap(replicas, Fault::SkipsTheSum),
     });
-    ZeroGroups { sharding, ..groups }
+    TrainingGroups { sharding, ..groups }
 }
 
 #[test]
@@ -188,8 +188,8 @@ fn replicas_that_drift_apart_are_named() {
     // Of two replicas with two partitions each, and with four partitions each.
     for (mesh, partitions) in [((4, 1, 2, false), 2), ((4, 2, 2, true), 4)] {
         let config = problem.json_config(sharded(mesh, 3), problem.batch.num_rows()).unwrap();
-        let check = |wrap: fn(ZeroGroups) -> ZeroGroups| {
-            let run = |_: usize, groups: ZeroGroups| {
+        let check = |wrap: fn(TrainingGroups) -> TrainingGroups| {
+            let run = |_: usize, groups: TrainingGroups| {
                 let mut engine =
                     problem.engine(&config, wrap(groups), Arc::new(FlashAttention::default()))?;
                 let mut batches = micro_batches(&global, &engine)?.into_iter();

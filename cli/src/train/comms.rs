@@ -1,12 +1,12 @@
 //! The collectives of a rank, planned and measured: calls, bytes, and bytes within its node and between nodes.
 
 use std::collections::BTreeMap;
+use ulysses::comm::TrainingGroups;
 use ulysses::engine::{Engine, Passes};
 use ulysses::estimate::{PlannedCalls, RankStep};
 use ulysses::mesh::RankHosts;
 use ulysses::monitor::{PlannedVolume, RankComms, RankSummary, Volume};
 use ulysses::trainer::job::PreparedJob;
-use ulysses::zero::ZeroGroups;
 
 /// Returns this rank's collectives, measured and planned over the same steps and evaluations.
 pub(super) fn measure(
@@ -84,7 +84,7 @@ fn by_node(
 }
 
 /// Returns the bytes that a rank has sent to each other rank over all its groups.
-fn sent_to(groups: &ZeroGroups) -> BTreeMap<usize, u64> {
+fn sent_to(groups: &TrainingGroups) -> BTreeMap<usize, u64> {
     let mut sums = BTreeMap::new();
     for (_, group) in groups.by_axis() {
         for (peer, bytes) in group.global_ranks().iter().zip(group.sent_to()) {

@@ -1,16 +1,18 @@
 //! The storage of a rank's state.
 
-use crate::config::ZeroStage;
+use crate::config::{CommunicationDtype, ZeroStage};
 use crate::zero::ZeroError;
 use std::sync::Arc;
 use ulysses_kernels::offload::OffloadStore;
 use ulysses_kernels::tensor::TensorOptions;
 
-/// Device and element type of a rank's parameters, and the stores of offloaded tensors.
+/// Device and element types of a rank's parameters and of sent gradients, and the stores of offloaded tensors.
 #[derive(Debug, Clone, Default)]
 pub struct Storage {
     /// Device of all tensors, and element type of the parameters.
     pub options: TensorOptions,
+    /// The dtype in which gradients are sent to be summed.
+    pub gradient_dtype: CommunicationDtype,
     /// Store for the parameter partitions of stage 3.
     pub parameters: Option<Arc<OffloadStore>>,
     /// Store for optimizer state and master copies, and for the gradient partitions of stages 2 and 3.

@@ -7,8 +7,8 @@ pub(super) mod param_group_ranges;
 use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
 use super::unit_split::{Place, UnitSplit};
-use super::{FlatParameter, ZeroError, ZeroGroups, ZeroOptimizer};
-use crate::comm::{Pending, ProcessGroupExt};
+use super::{FlatParameter, ZeroError, ZeroOptimizer};
+use crate::comm::{Pending, ProcessGroupExt, TrainingGroups};
 use crate::config::OptimizerConfig;
 use crate::optim::Step;
 use crate::placement::ledger;
@@ -278,7 +278,7 @@ impl ZeroOptimizer {
 fn whole_parameter(
     parameter: &FlatParameter,
     part: Tensor,
-    groups: &ZeroGroups,
+    groups: &TrainingGroups,
 ) -> Result<Tensor, ZeroError> {
     let (Some(shard), Some(tensor)) = (&parameter.shard, &groups.tensor) else { return Ok(part) };
     let shape = shard.whole_shape(&parameter.shape);

@@ -54,7 +54,7 @@ impl GroupWrapper for Mistaken {
 }
 
 /// Makes a mistake in the groups along an axis.
-fn along(axis: &'static str, mistake: Mistake) -> impl Fn(ZeroGroups) -> ZeroGroups {
+fn along(axis: &'static str, mistake: Mistake) -> impl Fn(TrainingGroups) -> TrainingGroups {
     move |groups| {
         groups.map(|name, inner| match name == axis {
             true => Arc::new(Mistaken { inner, mistake: mistake.clone() }),
@@ -64,7 +64,7 @@ fn along(axis: &'static str, mistake: Mistake) -> impl Fn(ZeroGroups) -> ZeroGro
 }
 
 /// The error of a step on the last rank, with some groups.
-fn error(shape: Shape, stage: u8, change: impl Fn(ZeroGroups) -> ZeroGroups) -> String {
+fn error(shape: Shape, stage: u8, change: impl Fn(TrainingGroups) -> TrainingGroups) -> String {
     let mut workload = workload(&config(&shape, &json!({}), stage), DeviceKind::Cpu, 1);
     workload.model.tie_word_embeddings = true;
     let mesh = workload.mesh().unwrap();
@@ -125,7 +125,7 @@ fn a_mistake_along_any_axis_is_named_with_the_parameter_and_the_axis() {
 #[test]
 fn sums_over_other_axes_are_mistakes() {
     let with_other = |axis, other: &'static str, mistake: fn(Arc<dyn ProcessGroup>) -> Mistake| {
-        move |groups: ZeroGroups| {
+        move |groups: TrainingGroups| {
             let by_axis = groups.by_axis();
             let (_, group) = by_axis.into_iter().find(|(name, _)| *name == other).unwrap();
             along(axis, mistake(group.clone()))(groups)

@@ -1,15 +1,14 @@
 //! The process groups of one rank: those of ZeRO's partitions and replicas, of attention, tensor parallelism and pipelines.
 
-use crate::comm::{
-    CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS,
+use super::{CommError, MeshGroups, ProcessGroup};
+use crate::mesh::{
+    PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS,
 };
-use crate::config::CommunicationDtype;
-use crate::mesh::{PP_AXIS, TOKENS_AXIS, TP_AXIS};
 use std::sync::Arc;
 
 /// The process groups of one rank, by the axes of the mesh.
 #[derive(Debug, Clone)]
-pub struct ZeroGroups {
+pub struct TrainingGroups {
     /// Ranks with other sequences and the same token range. Without [`sharding`](Self::sharding) they
     /// hold the other partitions: the ZeRO world.
     pub dp: Arc<dyn ProcessGroup>,
@@ -26,8 +25,6 @@ pub struct ZeroGroups {
     pub tensor: Option<TensorGroups>,
     /// The groups of pipeline parallelism, if pp has more than one rank.
     pub pipeline: Option<PipelineGroups>,
-    /// The dtype in which gradients are sent to be summed.
-    pub gradient_dtype: CommunicationDtype,
 }
 
 /// The groups of tensor parallelism.
@@ -81,20 +78,9 @@ pub struct RingGroups {
     pub ulysses: Arc<dyn ProcessGroup>,
 }
 
-/// The part of the state that one rank writes to a checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct CheckpointPart {
-    /// Index of the partition.
-    pub partition: usize,
-    /// The rank along tp whose shards these are. Parameters that all ranks along tp have belong to rank 0.
-    pub tp_rank: usize,
-    /// The stage of the pipeline whose parameters these are. Tied ones belong to the first.
-    pub stage: usize,
-}
-
-impl ZeroGroups {
+impl TrainingGroups {
     /// Creates this rank's groups in a mesh with the axes `dp` and `sp`. The partitions span the ranks
-    /// of `shape`, or dp without a `shape`. Gradients are sent in f32. Collective over the mesh's world.
+    /// of `shape`, or dp without a `shape`. Collective over the mesh's world.
     ///
     /// # Errors
     /// A mesh that lacks an axis, a `shape` that does not divide dp, or failed communication.
@@ -108,7 +94,6 @@ impl ZeroGroups {
                 Some(ShardGroups { shard, replicas })
             }
         };
-        let gradient_dtype = CommunicationDtype::default();
         let tensor = match groups.mesh().axis_names().iter().any(|axis| axis == TP_AXIS) {
             true => {
                 let tokens = groups.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?.get_group(TOKENS_AXIS)?;
@@ -120,7 +105,7 @@ impl ZeroGroups {
             true => Some(PipelineGroups::new(groups.get_group(PP_AXIS)?)?),
             false => None,
         };
-        Ok(Self { dp, sp, sharding, ring: None, sp_blocks: Vec::new(), tensor, pipeline, gradient_dtype })
+        Ok(Self { dp, sp, sharding, ring: None, sp_blocks: Vec::new(), tensor, pipeline })
     }
 
     /// Adds the groups of a ring of `ring_size` ranks, if there is one. `groups` are those of [`new`](Self::new).
@@ -172,7 +157,6 @@ impl ZeroGroups {
                 pp: wrap(PP_AXIS, pp),
                 tied: tied.map(|tied| wrap(PP_AXIS, tied)),
             }),
-            ..self
         }
     }
 
@@ -234,43 +218,4 @@ impl ZeroGroups {
 
 fn are_same(group: &Arc<dyn ProcessGroup>, other: &Arc<dyn ProcessGroup>) -> bool {
     (group.name(), group.global_ranks()) == (other.name(), other.global_ranks())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::comm::{LaunchOptions, launch};
-    use crate::mesh::DeviceMesh;
-
-    #[test]
-    fn one_rank_writes_each_partition_and_no_group_is_listed_twice() {
-        let (of_dp, of_both) = (
-            |dp_size| Some(ShardShape { dp_size, spans_sp: false }),
-            |dp_size| Some(ShardShape { dp_size, spans_sp: true }),
-        );
-        for (dp, sp, shape, writers, axes) in [
-            (4, 2, of_dp(2), vec![0, 2], vec!["dp", "sp", "shard", "replicas"]),
-            (4, 1, of_dp(2), vec![0, 1], vec!["dp", "sp", "shard", "replicas"]),
-            // One partition: all ranks are replicas; without sp they are the dp group.
-            (3, 1, of_dp(1), vec![0], vec!["dp", "sp"]),
-            (4, 2, of_dp(4), vec![0, 2, 4, 6], vec!["dp", "sp"]),
-            (2, 2, None, vec![0, 2], vec!["dp", "sp"]),
-            (2, 2, of_both(2), vec![0, 1, 2, 3], vec!["dp", "sp", "shard"]),
-            (4, 2, of_both(2), vec![0, 1, 2, 3], vec!["dp", "sp", "shard", "replicas"]),
-            // Partitions that span sp have a group of their own even where it has the ranks of sp.
-            (1, 3, of_both(1), vec![0, 1, 2], vec!["dp", "sp", "shard"]),
-        ] {
-            let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
-            let on_ranks = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
-                let groups = ZeroGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, shape)?;
-                let listed: Vec<_> = groups.by_axis().into_iter().map(|(axis, _)| axis).collect();
-                assert_eq!(listed, axes, "dp {dp} × sp {sp}, {shape:?}");
-                Ok::<_, CommError>(groups.written_part())
-            });
-            let of_ranks = on_ranks.unwrap().into_iter().enumerate();
-            let written: Vec<_> = of_ranks.filter_map(|(rank, part)| Some((part?.partition, rank))).collect();
-            let expected: Vec<_> = writers.into_iter().enumerate().collect();
-            assert_eq!(written, expected, "dp {dp} × sp {sp}, {shape:?}");
-        }
-    }
 }
