@@ -84,7 +84,7 @@ check_jobs() {
 }
 
 check_errors() {
-    ULYSSES=$ULYSSES gpu/fake-driver.sh python3 gpu/fake_driver/test_errors.py
+    ULYSSES=$ULYSSES ULYSSES_TEST_SEED=$(sample_seed) gpu/fake-driver.sh python3 gpu/fake_driver/test_errors.py
     gpu/fake-driver.sh --gpus 2 "$ULYSSES" doctor | tee target/fake/doctor.log
     (($(grep -c "head dimension 64: fused kernels with wgmma (.* 96: fused kernels (.* 128: fused kernels with wgmma (" target/fake/doctor.log) == 2))
 }
@@ -95,7 +95,8 @@ check_errors() {
 # layers use candle's kernels, which such a build lacks.
 check_suites() {
     local -x ULYSSES_TEST_DEVICE=nccl
-    local index seed=${ULYSSES_TEST_SEED:-$(git ls-files -z '*.rs' | xargs -0 cat | cksum | cut -d' ' -f1)}
+    local index seed
+    seed=$(sample_seed)
     local suites=(
         "late test_engine parity::mesh_invariance::a_tied_head parity::precision::stages_are_bit_equal"
         "late test_engine zero::engine_protocol:: zero::engine_state:: --skip a_layer_may_keep_its_own_output --skip layers_of_one_name --skip recycled_storage_does_not_grow"
@@ -142,6 +143,9 @@ need_no_library() {
         fi
     done
 }
+
+# The seed of samples: a hash of the Rust sources, unless it is set.
+sample_seed() { echo "${ULYSSES_TEST_SEED:-$(git ls-files -z '*.rs' | xargs -0 cat | cksum | cut -d' ' -f1)}"; }
 
 # The path of the binary with the name $1, which gpu/binaries.py gives.
 binary() { awk -v name="$1" '$1 == name { print $2 }' target/fake/binaries; }

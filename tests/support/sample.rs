@@ -1,4 +1,4 @@
-//! Samples of test matrices: cases in which every pair of values of two axes occurs, and a tenth of the others.
+//! Samples of test matrices: cases in which every pair of values of two axes occurs, and a twentieth of the others.
 //!
 //! The seed chooses among them. By default it is a hash of the Rust sources, so it differs from change to change and is
 //! the same on every machine. `ULYSSES_TEST_SEED` is another seed, or `all` for whole matrices.
@@ -95,7 +95,7 @@ pub fn sampled<T>(cases: impl IntoIterator<Item = T>, axes: impl FnMut(&T) -> Ve
     Sample { cases: cases.map(|(_, case)| case).collect::<Vec<_>>().into_iter(), label: String::new() }
 }
 
-/// Returns the indices of a sample: as long as there are new pairs, a case with the most; then a tenth of the rest.
+/// Returns the indices of a sample: as long as there are new pairs, a case with the most; then a twentieth of the rest.
 pub fn choose(cases: &[Vec<String>], seed: u64) -> Vec<usize> {
     let pairs: Vec<_> = cases.iter().map(|values| pairs(values)).collect();
     let mut rest: Vec<usize> = (0..cases.len()).collect();
@@ -109,7 +109,7 @@ pub fn choose(cases: &[Vec<String>], seed: u64) -> Vec<usize> {
         covered.extend(&pairs[best]);
         chosen.push(best);
     }
-    chosen.extend(&rest[..rest.len().div_ceil(10)]);
+    chosen.extend(&rest[..rest.len().div_ceil(20)]);
     chosen
 }
 
