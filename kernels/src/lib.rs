@@ -12,9 +12,9 @@
 //! | [`optimizer::lamb`] | one step of LAMB in two calls, with norms per parameter tensor in between | – |
 //! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
 //! | [`attention_sink`] | attention with a learned logit per head, from attention without | the logits |
-//! | [`gated_delta`] | linear attention by the gated delta rule, in chunks | queries, keys, values, decays, rates |
+//! | [`gated_delta`] | linear attention by the gated delta rule or by sums (Mamba 2), in chunks | queries, keys, values, decays, rates |
 //! | [`causal_conv`] | depthwise convolution along the tokens of a document, SiLU | input, weight, bias |
-//! | [`delta_gates`] | decay and rate of the gated delta rule | both projections and both parameters |
+//! | [`delta_gates`] | decay and rate of linear attention | both projections and both parameters |
 //! | [`cast`] | conversion between f32, bf16 and f16 | – |
 //! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | the copy in the other direction |
 //! | [`rank_reduce`] | sums, averages, products, maxima and minima over ranks, in rank order | – |

@@ -2,7 +2,10 @@
 
 use super::ModelError;
 use super::hf::{HfConfig, scaling_to_hf};
-use crate::nn::{AttentionConfig, Layer, LinearAttentionConfig, MixerConfig, NormConfig, ShortConvConfig};
+use crate::nn::{
+    AttentionConfig, Layer, LinearAttentionConfig, LinearAttentionKind, MixerConfig, NormConfig,
+    ShortConvConfig,
+};
 use serde_json::{Value, json};
 use std::fmt;
 use ulysses_kernels::causal_conv::MAX_WIDTH;
@@ -414,21 +417,39 @@ fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), Mode
 }
 
 fn check_linear_attention(origin: &str, linear: &LinearAttentionConfig) -> Result<(), ModelError> {
-    let LinearAttentionConfig { num_key_heads, num_value_heads, key_head_dim, value_head_dim, conv_width } =
-        *linear;
+    let LinearAttentionConfig {
+        num_key_heads,
+        num_value_heads,
+        key_head_dim,
+        value_head_dim,
+        conv_width,
+        ..
+    } = *linear;
+    let [keys, values, key_dim, value_dim, width] = match linear.kind {
+        LinearAttentionKind::GatedDeltaNet => [
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_conv_kernel_dim",
+        ],
+        LinearAttentionKind::Mamba2(_) => {
+            ["mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"]
+        }
+    };
     check_sizes(
         origin,
         &[
-            ("linear_num_key_heads", num_key_heads, 1 << 12),
-            ("linear_num_value_heads", num_value_heads, 1 << 12),
-            ("linear_key_head_dim", key_head_dim, 1 << 12),
-            ("linear_value_head_dim", value_head_dim, 1 << 12),
-            ("linear_conv_kernel_dim", conv_width, MAX_WIDTH),
+            (keys, num_key_heads, 1 << 12),
+            (values, num_value_heads, 1 << 12),
+            (key_dim, key_head_dim, 1 << 12),
+            (value_dim, value_head_dim, 1 << 12),
+            (width, conv_width, MAX_WIDTH),
         ],
     )?;
     if !num_value_heads.is_multiple_of(num_key_heads) {
-        let expected = format!("it must divide linear_num_value_heads = {num_value_heads}");
-        return Err(refused(origin, "linear_num_key_heads", num_key_heads.to_string(), expected));
+        let expected = format!("it must divide {values} = {num_value_heads}");
+        return Err(refused(origin, keys, num_key_heads.to_string(), expected));
     }
     Ok(())
 }

@@ -70,7 +70,7 @@ mod tests {
             assert_eq!(config.num_parameters(), model.num_parameters, "{}", model.name);
             config.validate(model.name).unwrap();
         }
-        assert_eq!(known_models().count(), 69);
+        assert_eq!(known_models().count(), 71);
     }
 
     #[test]

@@ -35,7 +35,7 @@ mod smollm3;
 mod stablelm;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 28] = [
+pub static FAMILIES: [&Family; 29] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
@@ -47,6 +47,7 @@ pub static FAMILIES: [&Family; 28] = [
     &gemma::GEMMA2,
     &gemma::GEMMA3,
     &granite::GRANITE,
+    &granite::GRANITE_HYBRID,
     &olmo::OLMO2,
     &olmo::OLMO3,
     &phi3::PHI3,

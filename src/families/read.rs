@@ -3,12 +3,27 @@
 use super::config::MAX_LAYERS;
 use super::hf::{FULL, WINDOWED};
 use super::{FAMILIES, Family, HfConfig, ModelConfig, ModelError, Multipliers, family, listed};
-use crate::nn::{AttentionConfig, MixerConfig};
+use crate::nn::{AttentionConfig, Mamba2Config, MixerConfig};
 use serde_json::{Value, json};
 use ulysses_kernels::rope::Rope;
 
 const LAYER_TYPES: &str = "layer_types";
 const WINDOW: &str = "sliding_window";
+const TIME_STEP_LIMIT: &str = "time_step_limit";
+
+/// Another name for [`FULL`], which transformers also accepts.
+const FULL_BEFORE: &str = "attention";
+
+/// Infinity, as transformers 5 writes it.
+fn infinity() -> Value {
+    json!({ "__float__": "Infinity" })
+}
+
+/// The inverse of [`HfConfig::time_step_limits`].
+pub(super) fn write_time_step_limits(mamba: &Mamba2Config, json: &mut Value) {
+    let limit = |limit: f64| if limit.is_infinite() { infinity() } else { json!(limit) };
+    json[TIME_STEP_LIMIT] = mamba.time_step_limits.map(limit).into_iter().collect();
+}
 
 /// The inverse of [`HfConfig::windowed_layers`], with the window.
 pub(super) fn write_windows(config: &ModelConfig, json: &mut Value) {
@@ -211,22 +226,23 @@ impl HfConfig<'_> {
         types.iter().map(is_windowed).collect()
     }
 
-    /// Which layers are of a type that is not attention, by `layer_types`; `None` if the file does not say it.
+    /// Which layers are of a type that is not attention, by `layer_types`; `None` if the file does not say it. The type may have
+    /// several names.
     pub(crate) fn layers_of_type(
         &self,
-        other: &str,
+        others: &[&str],
         num_layers: usize,
     ) -> Result<Option<Vec<bool>>, ModelError> {
         let Some(types) = self.get(LAYER_TYPES) else { return Ok(None) };
         let is_other = |layer_type: &Value| match layer_type.as_str() {
-            Some(FULL) => Some(false),
-            Some(name) if name == other => Some(true),
+            Some(FULL | FULL_BEFORE) => Some(false),
+            Some(name) if others.contains(&name) => Some(true),
             _ => None,
         };
         let types: Option<Vec<bool>> =
             types.as_array().and_then(|types| types.iter().map(is_other).collect());
         let types = types.filter(|types| types.len() == num_layers);
-        let expected = format!("it must be a list of {num_layers} layers, {FULL:?} or {other:?}");
+        let expected = format!("it must be a list of {num_layers} layers, {FULL:?} or {:?}", others[0]);
         types.map(Some).ok_or_else(|| self.error(LAYER_TYPES, &expected))
     }
 
@@ -246,6 +262,16 @@ impl HfConfig<'_> {
     pub(crate) fn tied_by_default(&self, config: ModelConfig) -> ModelConfig {
         let tie_word_embeddings = self.get("tie_word_embeddings").is_none() || config.tie_word_embeddings;
         ModelConfig { tie_word_embeddings, ..config }
+    }
+
+    /// The smallest and the largest time step of Mamba 2, by default all numbers from 0.
+    pub(crate) fn time_step_limits(&self) -> Result<[f64; 2], ModelError> {
+        let Some(limits) = self.get(TIME_STEP_LIMIT) else { return Ok([0.0, f64::INFINITY]) };
+        let limit = |limit: &Value| if *limit == infinity() { Some(f64::INFINITY) } else { limit.as_f64() };
+        match limits.as_array().map(|limits| limits.iter().map(limit).collect::<Vec<_>>()).as_deref() {
+            Some(&[Some(least), Some(most)]) if 0.0 <= least && least < most => Ok([least, most]),
+            _ => Err(self.error(TIME_STEP_LIMIT, "it must be two numbers from 0, the smaller one first")),
+        }
     }
 
     /// Refuses attention to later tokens.

@@ -1,6 +1,7 @@
 //! Descriptions and parameters of the families.
 
 mod gpt;
+mod granite;
 mod lfm2;
 mod rope;
 
@@ -8,7 +9,8 @@ use super::*;
 use crate::model::Model;
 use crate::nn::tests::{context, random};
 use crate::nn::{
-    AttentionConfig, Init, LayerError, LinearAttentionConfig, MixerConfig, ParameterSpec, ShortConvConfig,
+    AttentionConfig, Init, LayerError, LinearAttentionConfig, LinearAttentionKind, MixerConfig,
+    ParameterSpec, ShortConvConfig,
 };
 use candle_core::Tensor;
 use serde_json::{Value, json};
@@ -54,11 +56,13 @@ fn descriptions() -> Vec<ModelConfig> {
         key_head_dim: 4,
         value_head_dim: 8,
         conv_width,
+        kind: LinearAttentionKind::GatedDeltaNet,
     };
     qwen.layers[0] = MixerConfig::LinearAttention(linear);
     let lfm = of_family("lfm2").with_num_layers(3);
     let conv = ShortConvConfig { channels: lfm.hidden_size, taps: 4, bias: true };
     let lfm = lfm.with_mixer([true, false, true], conv);
+    let hybrids = granite::descriptions();
     let mut cohere = of_family("cohere2");
     cohere.attention_layers_mut().next().unwrap().rope = Some(Rope { interleaved: true, ..300.0.into() });
     cohere.attention_layers_mut().next().unwrap().window = Some(7);
@@ -74,7 +78,7 @@ fn descriptions() -> Vec<ModelConfig> {
         .with_attention(|layer| (layer.window, layer.qkv_bias, layer.o_bias) = (Some(7), false, false));
     let starcoder = ModelConfig { mlp_bias: false, ..starcoder };
     let others = [cohere, partly_rotated, granite, capped, gemma, exaone, glm, glm_with_biases, phi, qwen];
-    let others = others.into_iter().chain([neox, ernie, nemotron, starcoder, lfm]);
+    let others = others.into_iter().chain([neox, ernie, nemotron, starcoder, lfm]).chain(hybrids);
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }

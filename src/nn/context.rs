@@ -131,17 +131,27 @@ impl LayerContext {
 
     /// Exchanges tensors, of which each has heads of a kind, in one collective. `direction`: what is gathered, and whether the
     /// tensors are gradients.
-    pub(super) fn exchange_heads<const N: usize>(
+    pub(super) fn exchange_heads(
         &self,
-        tensors: [Tensor; N],
-        kinds: [HeadKind; N],
+        tensors: Vec<Tensor>,
+        kinds: &[HeadKind],
         heads: GroupedHeads,
         (gathered, is_backward): (Gathered, bool),
-    ) -> Result<[Tensor; N], LayerError> {
+    ) -> Result<Vec<Tensor>, LayerError> {
         let seq_len = self.documents().seq_len();
-        let exchanged = ExchangedHeads { heads, kinds: &kinds, seq_len, gathered, is_backward };
-        let received = self.head_exchange.exchange(tensors.into(), &exchanged, &self.workspace)?;
-        Ok(received.try_into().unwrap_or_else(|_| unreachable!("one result per tensor")))
+        let exchanged = ExchangedHeads { heads, kinds, seq_len, gathered, is_backward };
+        self.head_exchange.exchange(tensors, &exchanged, &self.workspace)
+    }
+
+    /// As [`exchange_heads`](Self::exchange_heads), of one tensor with value heads.
+    pub(super) fn exchange_values(
+        &self,
+        values: Tensor,
+        heads: GroupedHeads,
+        direction: (Gathered, bool),
+    ) -> Result<Tensor, LayerError> {
+        let mut received = self.exchange_heads(vec![values], &[HeadKind::Value], heads, direction)?;
+        Ok(received.pop().unwrap_or_else(|| unreachable!("one result per tensor")))
     }
 
     /// The documents of the whole sequences.

@@ -27,8 +27,8 @@ pub struct GatedMlp {
 pub enum MlpProjections {
     /// Gate, up and down projection.
     Gated([&'static str; 3]),
-    /// As Llama, with `gate_up_proj` for the first two.
-    FusedGated,
+    /// One for the gate and up projections, and the down projection.
+    FusedGated([&'static str; 2]),
     /// The first and the second projection of an MLP without a gate.
     Plain([&'static str; 2]),
 }
@@ -67,7 +67,7 @@ impl GatedMlp {
             MlpProjections::Plain([gate, _]) => {
                 (Linear::new(parameters, gate, [intermediate, hidden], first), None)
             }
-            MlpProjections::Gated(_) | MlpProjections::FusedGated => {
+            MlpProjections::Gated(_) | MlpProjections::FusedGated(_) => {
                 let names = projections.gate_up();
                 let [gate, up] = Linear::group(parameters, names, [intermediate; 2], hidden, first);
                 (gate, Some(up))
@@ -270,18 +270,20 @@ impl MlpProjections {
     /// `gate_proj`, `up_proj` and `down_proj`, as in Llama.
     pub const LLAMA: Self = Self::Gated(["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]);
 
+    /// As Llama, with `gate_up_proj` for the first two.
+    pub const FUSED: Self = Self::FusedGated(["mlp.gate_up_proj", "mlp.down_proj"]);
+
     /// Those of gate and up.
     fn gate_up(self) -> GroupNames<'static, 2> {
         match self {
             Self::Gated([gate, up, _]) => GroupNames::Each([gate, up]),
-            Self::FusedGated | Self::Plain(_) => GroupNames::One("mlp.gate_up_proj"),
+            Self::FusedGated([first, _]) | Self::Plain([first, _]) => GroupNames::One(first),
         }
     }
 
     fn down(self) -> &'static str {
         match self {
-            Self::Gated([.., down]) | Self::Plain([_, down]) => down,
-            Self::FusedGated => "mlp.down_proj",
+            Self::Gated([.., down]) | Self::FusedGated([_, down]) | Self::Plain([_, down]) => down,
         }
     }
 }

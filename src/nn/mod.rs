@@ -56,7 +56,9 @@ pub use layer::{AttentionExtent, Layer, Saved};
 pub use learned_positions::LearnedPositions;
 pub use linear::{GroupNames, Linear, WeightLayout, WeightSpec};
 pub(crate) use linear::{add_bias, add_bias_gradient};
-pub use linear_attention::{LinearAttention, LinearAttentionConfig, LinearAttentionSaved};
+pub use linear_attention::{
+    LinearAttention, LinearAttentionConfig, LinearAttentionKind, LinearAttentionSaved, Mamba2Config,
+};
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use rms_norm::{NormConfig, RmsNorm};
 pub use short_conv::{ShortConv, ShortConvConfig, ShortConvSaved};

@@ -46,16 +46,16 @@ pub struct RmsNorm {
     weight: Parameter,
     bias: Option<Parameter>,
     config: NormConfig,
+    /// Its elements of the weight, if these are not all.
+    elements: Option<Range<usize>>,
     part: Option<RowPart>,
 }
 
-/// The elements of every row that one rank of tp has.
+/// Rows of which one rank of tp has some elements.
 #[derive(Debug, Clone)]
 struct RowPart {
     /// Elements of a whole row.
     width: usize,
-    /// This rank's, among those of its weight.
-    elements: Range<usize>,
     /// Whether no lower rank has them too. Sums over whole rows count them once.
     is_first: bool,
 }
@@ -65,7 +65,36 @@ impl RmsNorm {
     pub fn new(parameters: &mut ParameterList, name: &str, size: usize, config: NormConfig) -> Self {
         let weight = parameters.add(&format!("{name}.weight"), [size], config.init());
         let bias = config.bias.then(|| parameters.add(&format!("{name}.bias"), [size], Init::Zeros));
-        Self { weight, bias, config, part: None }
+        Self { weight, bias, config, elements: None, part: None }
+    }
+
+    /// Norms with one parameter: each has as many elements of it.
+    pub(super) fn group(
+        parameters: &mut ParameterList,
+        name: &str,
+        [groups, size]: [usize; 2],
+        config: NormConfig,
+    ) -> Vec<Self> {
+        let all = Self::new(parameters, name, groups * size, config);
+        let elements = |group: usize| (groups > 1).then(|| group * size..(group + 1) * size);
+        (0..groups).map(|group| Self { elements: elements(group), ..all.clone() }).collect()
+    }
+
+    /// Keeps the norms of one rank of tp, of those of every rank.
+    pub(super) fn divide_group(
+        parameters: &mut ParameterList,
+        norms: &mut Vec<Self>,
+        ranks: &[Range<usize>],
+        rank: usize,
+    ) {
+        let elements: Vec<_> = norms.iter().filter_map(|norm| norm.elements.clone()).collect();
+        let of_rank = |own: &Range<usize>| elements[own.clone()].to_vec();
+        if let Some(norm) = norms.first() {
+            parameters.shard(norm.weight, 0, ranks.iter().map(of_rank).collect(), rank);
+        }
+        let own = ranks[rank].clone();
+        norms.truncate(own.len());
+        norms.iter_mut().zip(elements).for_each(|(norm, elements)| norm.elements = Some(elements));
     }
 
     /// Keeps the elements of one rank of tp, of those of every rank. The weight stays whole if ranks share elements; their
@@ -90,15 +119,16 @@ impl RmsNorm {
             parameters.shard(self.weight, 0, of_ranks, rank);
         }
         let width = ranks.iter().map(|own| own.end).max().unwrap_or_default();
-        self.part = Some(RowPart { width, elements, is_first: !ranks[..rank].contains(&own) });
+        self.elements = Some(elements);
+        self.part = Some(RowPart { width, is_first: !ranks[..rank].contains(&own) });
         Ok(())
     }
 
-    /// The elements of weights, or of their gradients, that belong to this rank's rows.
+    /// The elements of weights, or of their gradients, that are its own.
     fn own(&self, weights: &Tensor) -> Result<Tensor, LayerError> {
-        match &self.part {
+        match &self.elements {
             None => Ok(weights.clone()),
-            Some(RowPart { elements, .. }) => Ok(weights.narrow(0, elements.start, elements.len())?),
+            Some(elements) => Ok(weights.narrow(0, elements.start, elements.len())?),
         }
     }
 

@@ -11,8 +11,8 @@
 
 use super::causal_conv::CausalConv;
 use super::{
-    BackwardPass, Branch, ForwardPass, Gathered, GroupNames, GroupedHeads, HeadKind, Init, LayerError,
-    Linear, ParameterList, TensorRank, token_dims, token_rows,
+    BackwardPass, Branch, ForwardPass, Gathered, GroupNames, GroupedHeads, Init, LayerError, Linear,
+    ParameterList, TensorRank, token_dims, token_rows,
 };
 use crate::mesh::shard_range;
 use candle_core::Tensor;
@@ -215,8 +215,7 @@ impl ShortConv {
         direction: (Gathered, bool),
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        let [received] = pass.ctx.exchange_heads([x], [HeadKind::Value], self.shape.heads(), direction)?;
-        Ok(received)
+        pass.ctx.exchange_values(x, self.shape.heads(), direction)
     }
 }
 

@@ -98,11 +98,11 @@ impl HeadExchange for UlyssesHeads {
 }
 
 impl ExchangeVolume {
-    /// The volume of the linear attention of rank i of an sp group, with S tokens, Hk key heads and Hv value heads per rank, batch b and
-    /// head dimensions Dk and Dv:
+    /// The volume of the linear attention of rank i of an sp group, with S tokens, Hk key heads and Hv value heads per rank, batch b,
+    /// head dimensions Dk and Dv, and n projections for rate and decay, 2 or in Mamba 2 1:
     ///
-    /// - forward `b·Σ_{j≠i} [S_i(2·Hk_j·Dk + Hv_j(Dv + 2)) + S_j·Hv_i·Dv]`
-    /// - backward `b·Σ_{j≠i} [S_i·Hv_j·Dv + S_j(2·Hk_i·Dk + Hv_i(Dv + 2))]`
+    /// - forward `b·Σ_{j≠i} [S_i(2·Hk_j·Dk + Hv_j(Dv + n)) + S_j·Hv_i·Dv]`
+    /// - backward `b·Σ_{j≠i} [S_i·Hv_j·Dv + S_j(2·Hk_i·Dk + Hv_i(Dv + n))]`
     pub fn of_linear_attention(
         shape: &LinearAttentionConfig,
         sizes: [usize; 2],
@@ -111,8 +111,10 @@ impl ExchangeVolume {
     ) -> Self {
         let (keys, values) = ranges(shape.heads(), sharding.sp_size());
         let out = |rank: usize| values[rank].len() * shape.value_head_dim;
+        let projections = shape.exchanged().len() - 3;
         let mixed = |rank: usize| {
-            2 * keys[rank].len() * shape.key_head_dim + values[rank].len() * (shape.value_head_dim + 2)
+            let of_values = values[rank].len() * (shape.value_head_dim + projections);
+            2 * keys[rank].len() * shape.key_head_dim + of_values
         };
         Self::of_heads(mixed, out, sizes, sharding, rank)
     }

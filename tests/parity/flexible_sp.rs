@@ -13,7 +13,7 @@ use ulysses::engine::{Engine, initialize};
 use ulysses::memory::peak_bytes;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, ModelConfig, RandomWeights, family, preset};
-use ulysses::nn::{LinearAttentionConfig, MixerConfig, QkNorm};
+use ulysses::nn::{LinearAttentionConfig, LinearAttentionKind, MixerConfig, QkNorm};
 
 const SEQ_LEN: usize = 45;
 const MESHES: [(usize, usize); 5] = [(1, 2), (1, 4), (2, 2), (1, 8), (2, 4)];
@@ -199,6 +199,7 @@ fn linear_attention_sees_whole_documents_with_flexible_sp() {
         key_head_dim: 8,
         value_head_dim: 8,
         conv_width: 4,
+        kind: LinearAttentionKind::GatedDeltaNet,
     };
     hybrid.layers[0] = MixerConfig::LinearAttention(linear);
     let hybrid = ModelConfig { family: family("qwen3_5_text").unwrap(), norm_offset: 1.0, ..hybrid };

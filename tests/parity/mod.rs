@@ -9,6 +9,7 @@ mod hybrid_meshes;
 mod linear_attention;
 mod loss_normalization;
 mod lr_schedules;
+mod mamba2;
 mod mesh_invariance;
 mod optimizers;
 mod parameter_groups;

@@ -6,7 +6,7 @@ use super::reference::{
     Adagrad, AdagradConfig, AdamW, AdamWConfig, Batch, Family, Lamb, LambConfig, Lion, LionConfig, Optimizer,
     ReferenceConfig, RopeScaling, Sgd, Tensors, Training, Weights, train,
 };
-use super::reference::{linear_attention, short_conv};
+use super::reference::{linear_attention, mamba2, short_conv};
 use super::sample::axes;
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
@@ -23,7 +23,8 @@ use ulysses::kernels::attention::{AttentionCompute, AttentionKernels, FlashAtten
 use ulysses::kernels::rope::{Rope, Scaling};
 use ulysses::model::{DecoderLayer, Model, ModelConfig, ModelError, Multipliers, WeightSource, family};
 use ulysses::nn::{
-    AttentionConfig, Layer, LinearAttentionConfig, MixerConfig, ParameterSpec, QkNorm, ShortConvConfig,
+    AttentionConfig, Layer, LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MixerConfig,
+    ParameterSpec, QkNorm, ShortConvConfig,
 };
 
 /// One way to distribute a batch.
@@ -338,7 +339,24 @@ const LINEAR_ATTENTION: LinearAttentionConfig = LinearAttentionConfig {
     key_head_dim: linear_attention::HEAD_DIMS[0],
     value_head_dim: linear_attention::HEAD_DIMS[1],
     conv_width: linear_attention::CONV_WIDTH,
+    kind: LinearAttentionKind::GatedDeltaNet,
 };
+
+/// The Mamba 2 of the reference.
+fn mamba_config(config: &ReferenceConfig) -> LinearAttentionConfig {
+    LinearAttentionConfig {
+        num_key_heads: config.mamba_groups(),
+        num_value_heads: mamba2::HEADS,
+        key_head_dim: mamba2::STATE,
+        value_head_dim: mamba2::HEAD_DIM,
+        conv_width: mamba2::CONV_WIDTH,
+        kind: LinearAttentionKind::Mamba2(Mamba2Config {
+            time_step_limits: mamba2::TIME_STEP_LIMITS,
+            conv_bias: true,
+            projection_bias: config.mamba_biases(),
+        }),
+    }
+}
 
 pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
     let model_type = match (config.family, config.qkv_bias, config.qk_norm, config.sliding_window) {
@@ -369,10 +387,13 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Nemotron, _, false, None) => "nemotron",
         (Family::StableLm, _, false, None) => "stablelm",
         (Family::Lfm2, _, false, None) => "lfm2",
+        (Family::GraniteHybrid, _, false, None) => "granitemoehybrid",
         other => panic!("no family has {other:?}"),
     };
-    let (scaling, has_scale) =
-        (scaling(config.rope_scaling), [Family::Gemma2, Family::Gemma3, Family::Granite]);
+    let (scaling, has_scale) = (
+        scaling(config.rope_scaling),
+        [Family::Gemma2, Family::Gemma3, Family::Granite, Family::GraniteHybrid],
+    );
     let [attention_cap, final_softcap] = config.family.softcaps();
     let rope = |theta: f64| Rope {
         scaling,
@@ -403,11 +424,12 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         match (config.is_linear(index), config.is_conv(index)) {
             (true, _) => LINEAR_ATTENTION.into(),
             (_, true) => conv.into(),
+            _ if config.is_mamba(index) => mamba_config(config).into(),
             _ => layer(index).into(),
         }
     };
     let [embedding, residual, _, logits] = match config.family {
-        Family::Granite => GRANITE,
+        Family::Granite | Family::GraniteHybrid => GRANITE,
         family if family.is_gemma() => [(config.hidden_size as f64).sqrt(), 1.0, 1.0, 1.0],
         family if family.is_cohere() => [1.0, 1.0, 1.0, LOGIT_SCALE],
         _ => [1.0; 4],

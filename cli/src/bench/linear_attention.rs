@@ -8,7 +8,7 @@ use anyhow::{Result, anyhow};
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use std::rc::Rc;
-use ulysses::kernels::gated_delta::{DeltaLayout, Gradients, Operands, backward, forward};
+use ulysses::kernels::gated_delta::{DeltaLayout, Gradients, Operands, Rule, backward, forward};
 use ulysses::kernels::{Documents, OpError, Workspace};
 use ulysses::tensor::TensorOptions;
 
@@ -110,7 +110,7 @@ impl Passes {
     }
 
     fn cases(self) -> [Case<'static>; 2] {
-        let flops = self.layout.flops(self.head_dim, self.head_dim);
+        let flops = self.layout.flops([self.head_dim; 2], true);
         let passes = Rc::new(self);
         [
             Case::on(&passes, "forward", flops, Self::forward).against(SQUARE),
@@ -120,7 +120,7 @@ impl Passes {
 
     fn operands(&self) -> Operands<'_> {
         let [q, k, v, g, beta] = &self.inputs;
-        Operands { q, k, v, g, beta, layout: &self.layout }
+        Operands { q, k, v, g, beta, rule: Rule::Delta, layout: &self.layout }
     }
 
     fn forward(&self) -> Result<(), OpError> {
@@ -129,7 +129,7 @@ impl Passes {
 
     fn backward(&self) -> Result<(), OpError> {
         let [dq, dk, dv, dg, dbeta] = &self.gradients;
-        let gradients = Gradients { dq, dk, dv, dg, dbeta };
+        let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: None };
         backward(&self.operands(), &self.states, &self.dout, &gradients, &self.workspace)
     }
 }

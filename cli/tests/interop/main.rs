@@ -33,7 +33,7 @@ const MESHES: [&str; 6] =
 const ON_ALL_MESHES: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 49] = [
+const FAMILIES: [&str; 51] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -78,6 +78,8 @@ const FAMILIES: [&str; 49] = [
     "stablelm",
     "lfm2",
     "lfm2_biases",
+    "granite_hybrid",
+    "granite_hybrid_rope",
     "gemma3_vision",
     "mistral3_vision",
     "ministral3_vision",

@@ -1,5 +1,6 @@
-//! Decay and rate of the gated delta rule (arXiv 2412.06464) from their projections: `g = −exp(a_log) · softplus(a + dt_bias)`
-//! and `beta = σ(b)`, per token and head. The decay is that of Mamba-2.
+//! Decay and rate of linear attention from their projections, per token and head. By the gated delta rule (arXiv 2412.06464)
+//! `g = −exp(a_log) · softplus(a + dt_bias)` and `beta = σ(b)`. In Mamba 2 (arXiv 2405.21060) the rate is the time step
+//! `clamp(softplus(a + dt_bias))`, and the decay is `−exp(a_log)` times it.
 
 mod cpu;
 mod cuda;
@@ -9,7 +10,7 @@ mod tests;
 
 use super::OpError;
 use super::arg_check::{ArgCheck, Argument};
-use super::cast::with_element_type;
+use super::cast::{Float, with_element_type};
 use crate::device::Target;
 use candle_core::Tensor;
 
@@ -18,12 +19,24 @@ use candle_core::Tensor;
 pub struct Operands<'a> {
     /// Projection for the decay, `[n, H]`.
     pub a: &'a Tensor,
-    /// Projection for the rate, `[n, H]`.
-    pub b: &'a Tensor,
+    /// The rate.
+    pub rate: Rate<'a>,
     /// Logarithm of the largest decay per unit of time, `[H]`.
     pub a_log: &'a Tensor,
     /// Added to `a`, `[H]`.
     pub dt_bias: &'a Tensor,
+}
+
+/// What the rate of an update is.
+#[derive(Debug, Clone, Copy)]
+pub enum Rate<'a> {
+    /// σ of this projection `[n, H]`.
+    Projection(&'a Tensor),
+    /// The time step.
+    TimeStep {
+        /// Its smallest and largest value.
+        limits: [f64; 2],
+    },
 }
 
 /// Outputs of the backward pass.
@@ -31,15 +44,15 @@ pub struct Operands<'a> {
 pub struct Gradients<'a> {
     /// Gradient of `a`, `[n, H]`, overwritten.
     pub da: &'a Tensor,
-    /// Gradient of `b`, `[n, H]`, overwritten.
-    pub db: &'a Tensor,
+    /// Gradient of the rate's projection, `[n, H]`, overwritten; `None` if there is none.
+    pub db: Option<&'a Tensor>,
     /// Gradient of `a_log`, `[H]` in f32, added to; `None` if it is frozen.
     pub da_log: Option<&'a Tensor>,
     /// Gradient of `dt_bias`, `[H]` in f32, added to; `None` if it is frozen.
     pub ddt_bias: Option<&'a Tensor>,
 }
 
-/// Writes the logarithm of the decay, at most 0, and the rate, from 0 to 1.
+/// Writes the logarithm of the decay, at most 0, and the rate.
 ///
 /// # Shapes
 /// [`Operands`] to `g, beta: [n, H]` in f32.
@@ -56,10 +69,10 @@ pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(),
     let dtype = call.element_type(&operands.named(), &outputs)?;
     match target {
         Target::Cpu => {
-            let Operands { a, b, .. } = *operands;
             let (a_log, dt_bias) = (call.read(operands.a_log)?, call.read(operands.dt_bias)?);
-            with_element_type!(dtype, T => call.on_cpu([a, b], [], |[a, b]: [&[T]; 2], []| {
-                call.on_cpu([], [g, beta], |[], outputs| cpu::forward([a, b], [&a_log, &dt_bias], outputs))
+            with_element_type!(dtype, T => operands.on_cpu(call, [], |[a, b]: [&[T]; 2], []| {
+                let inputs = operands.inputs([a, b], [&a_log, &dt_bias]);
+                call.on_cpu([], [g, beta], |[], outputs| cpu::forward(&inputs, outputs))
             })?)
         }
         Target::Dry(_) => Ok(()),
@@ -84,31 +97,34 @@ pub fn backward(
     let call = ArgCheck::new("delta_gates::backward");
     let dims = operands.check(call)?;
     let Gradients { da, db, da_log, ddt_bias } = *gradients;
-    for argument in [("dg", dg), ("dbeta", dbeta), ("da", da), ("db", db)] {
-        call.expect(argument, &dims)?;
-    }
-    let sums = [da_log.map(|sum| ("da_log", sum)), ddt_bias.map(|sum| ("ddt_bias", sum))];
     let upstream = [("dg", dg), ("dbeta", dbeta)];
+    let outputs: Vec<_> = [("da", da)].into_iter().chain(db.map(|db| ("db", db))).collect();
+    upstream.iter().chain(&outputs).try_for_each(|argument| call.expect(*argument, &dims))?;
+    let sums = [da_log.map(|sum| ("da_log", sum)), ddt_bias.map(|sum| ("ddt_bias", sum))];
     let inputs = [&operands.named()[..], &upstream].concat();
-    let target = call.elementwise(&[("da", da), ("db", db)], &inputs)?;
+    let target = call.elementwise(&outputs, &inputs)?;
     // The sums may be parts of one flat gradient.
     for sum in sums.into_iter().flatten() {
         call.expect(sum, &[dims[1]])?;
-        call.target(&[sum], &[&inputs[..], &[("da", da), ("db", db)]].concat())?;
+        call.target(&[sum], &[&inputs[..], &outputs].concat())?;
     }
-    let elements = [&operands.named()[..], &[("da", da), ("db", db)]].concat();
+    let elements = [&operands.named()[..], &outputs].concat();
     let f32s: Vec<_> = upstream.into_iter().chain(sums.into_iter().flatten()).collect();
     let dtype = call.element_type(&elements, &f32s)?;
     match target {
         Target::Cpu => {
-            let Operands { a, b, .. } = *operands;
             let (a_log, dt_bias) = (call.read(operands.a_log)?, call.read(operands.dt_bias)?);
             let (dg, dbeta) = (call.read(dg)?, call.read(dbeta)?);
-            let parameters: [&[f32]; 2] = [&a_log, &dt_bias];
+            let (parameters, upstream): ([&[f32]; 2], [&[f32]; 2]) = ([&a_log, &dt_bias], [&dg, &dbeta]);
             let mut partials = Vec::new();
-            with_element_type!(dtype, T => call.on_cpu([a, b], [da, db], |[a, b]: [&[T]; 2], gradients| {
-                partials = cpu::backward([a, b], parameters, [&dg, &dbeta], gradients);
-            }))?;
+            with_element_type!(dtype, T => match db {
+                Some(db) => operands.on_cpu(call, [da, db], |inputs: [&[T]; 2], [da, db]| {
+                    partials = cpu::backward(&operands.inputs(inputs, parameters), upstream, da, Some(db));
+                }),
+                None => operands.on_cpu(call, [da], |inputs: [&[T]; 2], [da]| {
+                    partials = cpu::backward(&operands.inputs(inputs, parameters), upstream, da, None);
+                }),
+            })?;
             let sums = cpu::sum_partials(&partials, dims[1]);
             for (target, sums) in [da_log, ddt_bias].into_iter().zip(sums) {
                 let Some(target) = target else { continue };
@@ -130,14 +146,44 @@ pub fn backward(
 }
 
 impl<'a> Operands<'a> {
-    fn named(&self) -> [Argument<'a>; 4] {
-        [("a", self.a), ("b", self.b), ("a_log", self.a_log), ("dt_bias", self.dt_bias)]
+    fn named(&self) -> Vec<Argument<'a>> {
+        let parameters = [("a_log", self.a_log), ("dt_bias", self.dt_bias)];
+        [("a", self.a)].into_iter().chain(parameters).chain(self.b().map(|b| ("b", b))).collect()
+    }
+
+    fn b(&self) -> Option<&'a Tensor> {
+        match self.rate {
+            Rate::Projection(b) => Some(b),
+            Rate::TimeStep { .. } => None,
+        }
+    }
+
+    /// Calls `work` with the elements of both projections, or twice those of the only one.
+    fn on_cpu<T: Float, R, const OUT: usize>(
+        &self,
+        call: ArgCheck,
+        outputs: [&Tensor; OUT],
+        work: impl FnOnce([&[T]; 2], [&mut [T]; OUT]) -> R,
+    ) -> Result<R, OpError> {
+        call.on_cpu([self.a, self.b().unwrap_or(self.a)], outputs, work)
+    }
+
+    fn inputs<'b, T>(&self, [a, b]: [&'b [T]; 2], [a_log, dt_bias]: [&'b [f32]; 2]) -> cpu::Inputs<'b, T> {
+        cpu::Inputs { a, b: self.b().map(|_| b), limits: self.limits(), a_log, dt_bias }
+    }
+
+    /// The bounds of softplus. It is at least 0.
+    fn limits(&self) -> [f64; 2] {
+        match self.rate {
+            Rate::Projection(_) => [0.0, f64::INFINITY],
+            Rate::TimeStep { limits } => limits,
+        }
     }
 
     /// Checks the shapes against each other. Returns tokens and heads.
     fn check(&self, call: ArgCheck) -> Result<[usize; 2], OpError> {
         let (tokens, heads) = call.rows(("a", self.a))?;
-        call.expect(("b", self.b), &[tokens, heads])?;
+        self.b().map_or(Ok(()), |b| call.expect(("b", b), &[tokens, heads]))?;
         call.expect(("a_log", self.a_log), &[heads])?;
         call.expect(("dt_bias", self.dt_bias), &[heads])?;
         Ok([tokens, heads])

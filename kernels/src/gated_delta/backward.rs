@@ -22,7 +22,7 @@ pub fn backward(
     workspace: &Workspace,
 ) -> Result<(), OpError> {
     let call = ArgCheck::new("gated_delta::backward");
-    let Gradients { dq, dk, dv, dg, dbeta } = *gradients;
+    let Gradients { dq, dk, dv, dg, dbeta, dskip } = *gradients;
     let sizes = Sizes::check(call, operands)?;
     sizes.check_states(call, operands, Some(("states", states)))?;
     for argument in [("dout", dout), ("dv", dv)] {
@@ -31,31 +31,41 @@ pub fn backward(
     for argument in [("dq", dq), ("dk", dk)] {
         call.expect(argument, &sizes.key_shape())?;
     }
-    for argument in [("dg", dg), ("dbeta", dbeta)] {
-        call.expect(argument, &sizes.gate_shape())?;
-    }
+    let dskip = dskip.filter(|_| !sizes.is_delta);
+    let sums: Vec<_> =
+        [("dg", dg), ("dbeta", dbeta)].into_iter().chain(dskip.map(|dskip| ("dskip", dskip))).collect();
+    sums.iter().try_for_each(|argument| call.expect(*argument, &sizes.gate_shape()))?;
     let elements = [("dq", dq), ("dk", dk), ("dv", dv)];
-    let sums = [("dg", dg), ("dbeta", dbeta)];
     let inputs = [&operands.named()[..], &[("states", states), ("dout", dout)]].concat();
     let target = call.target(&[&elements[..], &sums].concat(), &inputs)?;
     let elements = [&operands.elements()[..], &[("dout", dout)], &elements].concat();
     let dtype =
         call.element_type(&elements, &[&operands.sums(Some(("states", states)))[..], &sums].concat())?;
-    let Operands { q, k, v, g, beta, layout } = *operands;
+    let Operands { q, k, v, g, beta, layout, .. } = *operands;
     report_flops(layout, &sizes, true);
     match target {
         Target::Cpu => sizes.with_scratch(call, layout, workspace, true, |scratch| {
+            let skip = operands.read_skip(call)?;
             with_element_type!(dtype, T => {
                 call.on_cpu([q, k, v, dout], [dq, dk, dv], |[q, k, v, dout]: [&[T]; 4], [dq, dk, dv]| {
                     call.on_cpu([g, beta, states], [dg, dbeta], |[g, beta, states], [dg, dbeta]| {
-                        let problem = cpu::Problem::new(sizes, layout, [q, k, v], [g, beta]);
-                        let gradients = cpu::Gradients { dq, dk, dv, dg, dbeta };
-                        cpu::backward(&problem, states, dout, gradients, scratch);
-                    })
+                        let problem =
+                            cpu::Problem::new(sizes, layout, [q, k, v], [g, beta], skip.as_deref());
+                        let mut run = |dskip: Option<&mut [f32]>| {
+                            let gradients = cpu::Gradients { dq, dk, dv, dg, dbeta, dskip };
+                            cpu::backward(&problem, states, dout, gradients, scratch);
+                            Ok(())
+                        };
+                        match dskip {
+                            Some(dskip) => call.write(dskip, |dskip| run(Some(dskip))),
+                            None => run(None),
+                        }
+                    })?
                 })?
             })
         }),
         Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, true),
+        Target::Kernels(_) if !sizes.is_delta => call.unsupported(dv),
         Target::Kernels(launcher) => {
             let scratch = sizes.cuda_scratch(workspace, true)?;
             let inputs = [states, dout, &scratch];

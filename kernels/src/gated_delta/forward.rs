@@ -30,13 +30,14 @@ pub fn forward<'a>(
     let target = call.target(&outputs, &operands.named())?;
     let dtype =
         call.element_type(&[&operands.elements()[..], &[("o", o)]].concat(), &operands.sums(states))?;
-    let Operands { q, k, v, g, beta, layout } = *operands;
+    let Operands { q, k, v, g, beta, layout, .. } = *operands;
     report_flops(layout, &sizes, false);
     match target {
         Target::Cpu => sizes.with_scratch(call, layout, workspace, false, |scratch| {
+            let skip = operands.read_skip(call)?;
             with_element_type!(dtype, T => call.on_cpu([q, k, v], [o], |[q, k, v]: [&[T]; 3], [o]| {
                 call.on_cpu([g, beta], [], |gates, []| {
-                    let problem = cpu::Problem::new(sizes, layout, [q, k, v], gates);
+                    let problem = cpu::Problem::new(sizes, layout, [q, k, v], gates, skip.as_deref());
                     let mut run = |states: Option<&mut [f32]>| {
                         cpu::forward(&problem, o, states, scratch);
                         Ok(())
@@ -49,6 +50,7 @@ pub fn forward<'a>(
             })?)
         }),
         Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, false),
+        Target::Kernels(_) if !sizes.is_delta => call.unsupported(o),
         Target::Kernels(launcher) => {
             let (states, scratch) = (states.map(|(_, states)| states), sizes.cuda_scratch(workspace, false)?);
             call.kernels(cuda::forward(&launcher, (dtype, &sizes), operands, [o, &scratch], states))?;

@@ -1,7 +1,8 @@
-//! Linear attention by the gated delta rule (Yang et al. 2024, arXiv 2412.06464), forward and backward in chunks.
+//! Linear attention with a decaying state, forward and backward in chunks: by the gated delta rule (Yang et al. 2024,
+//! arXiv 2412.06464), or by sums as in Mamba 2 (Dao and Gu 2024, arXiv 2405.21060).
 //!
-//! Each value head of each document has a state, a matrix `[Dk, Dv]` that is zero at first. With the normalized key k,
-//! the normalized query q times 1/√Dk, value v, decay eᵍ and rate β of a token:
+//! Each value head of each document has a state, a matrix `[Dk, Dv]` that is zero at first. By [`Rule::Delta`], with the
+//! normalized key k, the normalized query q times 1/√Dk, value v, decay eᵍ and rate β of a token:
 //!
 //! ```text
 //! state ← eᵍ · state                            decay
@@ -10,6 +11,15 @@
 //! ```
 //!
 //! Queries and keys are normalized inside: x / √(Σx² + 1e-6), as in transformers (`use_qk_l2norm_in_kernel`).
+//!
+//! By [`Rule::Sum`], with queries and keys as they are and the factor D of the head's skip connection:
+//!
+//! ```text
+//! state ← eᵍ · state + k · (β · v)ᵀ
+//! o = stateᵀ·q + D · v
+//! ```
+//!
+//! In the words of Mamba 2, q is C, k is B, v is x, and β is the time step.
 //!
 //! # Shapes
 //! `q, k [B, S, Hk, Dk]`, `v, o [B, S, Hv, Dv]` of one element type; `g, beta [B, S, Hv]` in f32. A gradient has the shape
@@ -34,6 +44,7 @@ use super::Workspace;
 use super::arg_check::{ArgCheck, Argument};
 use crate::device::dry::{self, DryCpu, MatmulOp};
 use candle_core::Tensor;
+use std::ops::Deref;
 
 /// Added to the squared norm of a query or key: that of transformers.
 const NORM_EPS: f64 = 1e-6;
@@ -41,9 +52,9 @@ const NORM_EPS: f64 = 1e-6;
 /// Inputs of both directions.
 #[derive(Debug, Clone, Copy)]
 pub struct Operands<'a> {
-    /// Queries `[B, S, Hk, Dk]`, before normalization.
+    /// Queries `[B, S, Hk, Dk]`, before any normalization.
     pub q: &'a Tensor,
-    /// Keys `[B, S, Hk, Dk]`, before normalization.
+    /// Keys `[B, S, Hk, Dk]`, before any normalization.
     pub k: &'a Tensor,
     /// Values `[B, S, Hv, Dv]`.
     pub v: &'a Tensor,
@@ -51,8 +62,22 @@ pub struct Operands<'a> {
     pub g: &'a Tensor,
     /// Rates of the updates, `[B, S, Hv]` in f32.
     pub beta: &'a Tensor,
+    /// How a token changes the state.
+    pub rule: Rule<'a>,
     /// The documents, and the key head of each value head.
     pub layout: &'a DeltaLayout,
+}
+
+/// How a token changes the state.
+#[derive(Debug, Clone, Copy)]
+pub enum Rule<'a> {
+    /// What the state recalls for the key moves towards the value.
+    Delta,
+    /// The state is a decaying sum of keys and values, as in Mamba 2.
+    Sum {
+        /// The factor of the skip connection, `[Hv]` in the type of the elements.
+        skip: &'a Tensor,
+    },
 }
 
 /// Outputs of the backward pass, which are overwritten.
@@ -68,28 +93,42 @@ pub struct Gradients<'a> {
     pub dg: &'a Tensor,
     /// Gradient of the rates.
     pub dbeta: &'a Tensor,
+    /// Gradient of the skip connection, `[B, S, Hv]` in f32: the summand of each token. Of [`Rule::Sum`] only.
+    pub dskip: Option<&'a Tensor>,
 }
 
 /// Reports the FLOPs of a dry run. A backward pass counts twice the forward pass; what it computes again does not count.
 fn report_flops(layout: &DeltaLayout, sizes: &Sizes, is_backward: bool) {
     if dry::is_dry() {
         let passes = if is_backward { 2.0 } else { 1.0 };
-        let flops = passes * layout.flops(sizes.key_dim, sizes.value_dim);
+        let flops = passes * layout.flops([sizes.key_dim, sizes.value_dim], sizes.is_delta);
         dry::report_flops(MatmulOp::Attention, is_backward, flops);
     }
 }
 
 impl<'a> Operands<'a> {
-    fn elements(&self) -> [Argument<'a>; 3] {
-        [("q", self.q), ("k", self.k), ("v", self.v)]
+    fn elements(&self) -> Vec<Argument<'a>> {
+        [("q", self.q), ("k", self.k), ("v", self.v)].into_iter().chain(self.skip()).collect()
+    }
+
+    fn skip(&self) -> Option<Argument<'a>> {
+        match self.rule {
+            Rule::Delta => None,
+            Rule::Sum { skip } => Some(("skip", skip)),
+        }
     }
 
     fn sums(&self, states: Option<Argument<'a>>) -> Vec<Argument<'a>> {
         [("g", self.g), ("beta", self.beta)].into_iter().chain(states).collect()
     }
 
-    fn named(&self) -> [Argument<'a>; 5] {
-        [("q", self.q), ("k", self.k), ("v", self.v), ("g", self.g), ("beta", self.beta)]
+    fn named(&self) -> Vec<Argument<'a>> {
+        [self.elements(), self.sums(None)].concat()
+    }
+
+    /// The skip connection of each value head, if there is one.
+    fn read_skip(&self, call: ArgCheck) -> Result<Option<impl Deref<Target = [f32]> + use<'a>>, OpError> {
+        self.skip().map(|(_, skip)| call.read(skip)).transpose()
     }
 }
 
@@ -102,12 +141,14 @@ struct Sizes {
     value_heads: usize,
     key_dim: usize,
     value_dim: usize,
+    /// The rule is [`Rule::Delta`].
+    is_delta: bool,
 }
 
 impl Sizes {
     /// Checks the operands against each other and the layout.
     fn check(call: ArgCheck, operands: &Operands<'_>) -> Result<Self, OpError> {
-        let Operands { q, k, v, g, beta, layout } = *operands;
+        let Operands { q, k, v, g, beta, rule, layout } = *operands;
         let heads = |argument: Argument<'_>| match argument.1.dims() {
             &[_, _, heads, dim] if dim > 0 => Ok((heads, dim)),
             dims => {
@@ -118,7 +159,8 @@ impl Sizes {
         let ((key_heads, key_dim), (_, value_dim)) = (heads(("k", k))?, heads(("v", v))?);
         let (documents, value_heads) = (layout.documents(), layout.v_to_k().len());
         let (batch, seq_len) = (documents.batch(), documents.seq_len());
-        let sizes = Self { batch, seq_len, key_heads, value_heads, key_dim, value_dim };
+        let is_delta = matches!(rule, Rule::Delta);
+        let sizes = Self { batch, seq_len, key_heads, value_heads, key_dim, value_dim, is_delta };
         let shapes: [(Argument<'_>, &[usize]); 5] = [
             (("q", q), &sizes.key_shape()),
             (("k", k), &sizes.key_shape()),
@@ -127,6 +169,7 @@ impl Sizes {
             (("beta", beta), &sizes.gate_shape()),
         ];
         shapes.into_iter().try_for_each(|(argument, shape)| call.expect(argument, shape))?;
+        operands.skip().map_or(Ok(()), |skip| call.expect(skip, &[value_heads]))?;
         for &key_head in layout.v_to_k().iter() {
             let exists = key_head < key_heads;
             call.expect_value("v_to_k", key_head as f64, exists, "the index of a head of `k`")?;

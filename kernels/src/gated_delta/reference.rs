@@ -1,4 +1,4 @@
-//! The gated delta rule in f64, one token after the other.
+//! Both rules in f64, one token after the other.
 
 use super::{DeltaLayout, NORM_EPS};
 
@@ -13,6 +13,8 @@ pub struct Problem {
     pub key_dim: usize,
     /// Elements of a value.
     pub value_dim: usize,
+    /// Whether the rule is the delta rule, and not a sum.
+    pub is_delta: bool,
 }
 
 /// Inputs, `[B, S, heads, dim]` and `[B, S, heads]`.
@@ -28,6 +30,8 @@ pub struct Inputs {
     pub g: Vec<f64>,
     /// Rates of the updates.
     pub beta: Vec<f64>,
+    /// Factor of the skip connection of each value head. Its gradient is `[B, S, Hv]`, the summand of each token.
+    pub skip: Vec<f64>,
 }
 
 /// One token of one value head.
@@ -36,7 +40,7 @@ struct Step {
     key: Vec<f64>,
     /// The state after the decay, `[key_dim, value_dim]`.
     decayed: Vec<f64>,
-    /// The value minus the one that the decayed state has for the key.
+    /// The value; by the delta rule minus the one that the decayed state has for the key.
     error: Vec<f64>,
     /// The state after the update.
     state: Vec<f64>,
@@ -51,6 +55,11 @@ impl Problem {
             for (token, step) in tokens.iter().zip(steps) {
                 let o = &mut o[token.value * self.value_dim..][..self.value_dim];
                 o.copy_from_slice(&transposed_product(&step.state, &step.query));
+                if !self.is_delta {
+                    let v = &inputs.v[token.value * self.value_dim..][..self.value_dim];
+                    let skip = inputs.skip[token.value % self.layout.v_to_k().len()];
+                    o.iter_mut().zip(v).for_each(|(o, v)| *o += skip * v);
+                }
             }
         });
         o
@@ -61,8 +70,15 @@ impl Problem {
     pub fn backward(&self, inputs: &Inputs, dout: &[f64]) -> Inputs {
         let (dk, dv) = (self.key_dim, self.value_dim);
         let zeros = |like: &[f64]| vec![0.0; like.len()];
-        let Inputs { q, k, v, g, beta } = inputs;
-        let mut gradients = Inputs { q: zeros(q), k: zeros(k), v: zeros(v), g: zeros(g), beta: zeros(beta) };
+        let Inputs { q, k, v, g, beta, skip } = inputs;
+        let mut gradients = Inputs {
+            q: zeros(q),
+            k: zeros(k),
+            v: zeros(v),
+            g: zeros(g),
+            beta: zeros(beta),
+            skip: zeros(beta),
+        };
         self.for_each_document(inputs, |tokens, steps| {
             let mut dstate = vec![0.0; dk * dv];
             for (token, step) in tokens.iter().zip(steps).rev() {
@@ -77,14 +93,26 @@ impl Problem {
                 let derror: Vec<f64> = dupdate.iter().map(|d| beta * d).collect();
                 gradients.beta[token.value] = dot(&dupdate, &step.error);
                 gradients.v[token.value * dv..][..dv].copy_from_slice(&derror);
-                let negative: Vec<f64> = derror.iter().map(|d| -d).collect();
-                add(&mut dkey, &product(&step.decayed, &negative));
-                add_outer(&mut dstate, &step.key, &negative);
+                if self.is_delta {
+                    let negative: Vec<f64> = derror.iter().map(|d| -d).collect();
+                    add(&mut dkey, &product(&step.decayed, &negative));
+                    add_outer(&mut dstate, &step.key, &negative);
+                } else {
+                    let skip = skip[token.value % self.layout.v_to_k().len()];
+                    let through_skip: Vec<f64> = dout.iter().map(|d| skip * d).collect();
+                    add(&mut gradients.v[token.value * dv..][..dv], &through_skip);
+                    gradients.skip[token.value] = dot(dout, &step.error);
+                }
                 // decayed = exp(g) · the previous state
                 gradients.g[token.value] = dot(&dstate, &step.decayed);
                 dstate.iter_mut().for_each(|d| *d *= g[token.value].exp());
 
                 let at = token.key * dk..(token.key + 1) * dk;
+                if !self.is_delta {
+                    add(&mut gradients.q[at.clone()], &dquery);
+                    add(&mut gradients.k[at], &dkey);
+                    continue;
+                }
                 let dquery: Vec<f64> = dquery.iter().map(|d| d * self.query_scale()).collect();
                 add(&mut gradients.q[at.clone()], &normalized_backward(&q[at.clone()], &dquery));
                 add(&mut gradients.k[at.clone()], &normalized_backward(&k[at], &dkey));
@@ -119,18 +147,23 @@ impl Problem {
 
     fn steps(&self, inputs: &Inputs, tokens: &[Token]) -> Vec<Step> {
         let (dk, dv) = (self.key_dim, self.value_dim);
-        let Inputs { q, k, v, g, beta } = inputs;
+        let Inputs { q, k, v, g, beta, .. } = inputs;
         let mut state = vec![0.0; dk * dv];
         let mut steps = Vec::new();
         for token in tokens {
-            let of_key = |x: &[f64]| normalized(&x[token.key * dk..][..dk]);
-            let query = of_key(q).iter().map(|q| q * self.query_scale()).collect();
-            let key = of_key(k);
+            let of_key = |x: &[f64], scale: f64| -> Vec<f64> {
+                let x = &x[token.key * dk..][..dk];
+                if self.is_delta { normalized(x).iter().map(|x| x * scale).collect() } else { x.to_vec() }
+            };
+            let (query, key) = (of_key(q, self.query_scale()), of_key(k, 1.0));
             let decay = g[token.value].exp();
             let decayed: Vec<f64> = state.iter().map(|s| s * decay).collect();
             let recalled = transposed_product(&decayed, &key);
             let v = &v[token.value * dv..][..dv];
-            let error: Vec<f64> = v.iter().zip(recalled).map(|(v, recalled)| v - recalled).collect();
+            let error: Vec<f64> = match self.is_delta {
+                true => v.iter().zip(recalled).map(|(v, recalled)| v - recalled).collect(),
+                false => v.to_vec(),
+            };
             let update: Vec<f64> = error.iter().map(|error| beta[token.value] * error).collect();
             state.clone_from(&decayed);
             add_outer(&mut state, &key, &update);

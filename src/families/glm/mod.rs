@@ -38,7 +38,7 @@ pub(super) static GLM4: Family = Family {
     ],
 };
 
-const GLM_PARTS: DecoderParts = DecoderParts { mlp: MlpProjections::FusedGated, ..DecoderParts::LLAMA };
+const GLM_PARTS: DecoderParts = DecoderParts { mlp: MlpProjections::FUSED, ..DecoderParts::LLAMA };
 
 const GLM4_PARTS: DecoderParts = DecoderParts {
     attention_norms: BranchNorms { before: Some("input_layernorm"), after: Some("post_self_attn_layernorm") },

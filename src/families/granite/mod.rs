@@ -1,4 +1,9 @@
-//! Granite 3: Llama with constant factors on embedding, residual branches, attention and logits.
+//! Granite 3, and the dense hybrids of Granite 4: Llama with constant factors on embedding, residual branches, attention and
+//! logits.
+
+mod hybrid;
+
+pub(super) use hybrid::GRANITE_HYBRID;
 
 use super::{
     DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Multipliers, Sizes,
@@ -25,22 +30,33 @@ pub(super) static GRANITE: Family = Family {
 
 fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     file.check_block()?;
+    let (multipliers, scale) = multipliers(file)?;
+    let layer = AttentionConfig { scale: Some(scale), ..file.attention()? };
+    let config = file.decoder(&GRANITE, layer, 1e-6)?;
+    file.check_full_attention(&config)?;
+    Ok(ModelConfig { multipliers, ..config })
+}
+
+/// The factors, and that of the logits of attention.
+fn multipliers(file: &HfConfig<'_>) -> Result<(Multipliers, f64), ModelError> {
     let factor = |key| match file.number(key, 1.0)? {
         factor if factor.is_finite() && factor > 0.0 => Ok(factor),
         _ => Err(file.error(key, "it must be positive")),
     };
-    let scale = Some(factor("attention_multiplier")?);
-    let config = file.decoder(&GRANITE, AttentionConfig { scale, ..file.attention()? }, 1e-6)?;
-    file.check_full_attention(&config)?;
     let multipliers = Multipliers {
         embedding: factor("embedding_multiplier")?,
         residual: factor("residual_multiplier")?,
         logits: 1.0 / factor("logits_scaling")?,
     };
-    Ok(ModelConfig { multipliers, ..config })
+    Ok((multipliers, factor("attention_multiplier")?))
 }
 
 fn write(config: &ModelConfig, json: &mut Value) {
+    write_multipliers(config, json);
+}
+
+/// The inverse of [`multipliers`].
+fn write_multipliers(config: &ModelConfig, json: &mut Value) {
     let Multipliers { embedding, residual, logits } = config.multipliers;
     let scale = config.attention_layers().next().and_then(|layer| layer.scale);
     json["attention_multiplier"] = json!(scale.unwrap_or(1.0));

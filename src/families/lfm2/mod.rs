@@ -135,7 +135,7 @@ fn intermediate_size(file: &HfConfig<'_>) -> Result<usize, ModelError> {
 /// Which layers have a convolution: by `layer_types`, or else all but those of `full_attn_idxs`, or none.
 fn conv_layers(file: &HfConfig<'_>, num_layers: usize) -> Result<Vec<bool>, ModelError> {
     const ATTENTION: &str = "full_attn_idxs";
-    if let Some(types) = file.layers_of_type(CONV, num_layers)? {
+    if let Some(types) = file.layers_of_type(&[CONV], num_layers)? {
         file.accept(&[ATTENTION]);
         return Ok(types);
     }

@@ -37,7 +37,7 @@ pub(super) static PHI3: Family = Family {
 
 const PARTS: DecoderParts = DecoderParts {
     attention: AttentionProjections::FUSED,
-    mlp: MlpProjections::FusedGated,
+    mlp: MlpProjections::FUSED,
     ..DecoderParts::LLAMA
 };
 

@@ -5,7 +5,7 @@ use crate::families::read::write_layer_types;
 use crate::families::{
     DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
 };
-use crate::nn::{AttentionConfig, LinearAttentionConfig, QkNorm};
+use crate::nn::{AttentionConfig, LinearAttentionConfig, LinearAttentionKind, QkNorm};
 use serde_json::{Value, json};
 use ulysses_kernels::rope::Rope;
 
@@ -31,6 +31,7 @@ const LINEAR_ATTENTION: LinearAttentionConfig = LinearAttentionConfig {
     key_head_dim: 128,
     value_head_dim: 128,
     conv_width: 4,
+    kind: LinearAttentionKind::GatedDeltaNet,
 };
 
 fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
@@ -59,6 +60,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
         key_head_dim: size("linear_key_head_dim", LINEAR_ATTENTION.key_head_dim)?,
         value_head_dim: size("linear_value_head_dim", LINEAR_ATTENTION.value_head_dim)?,
         conv_width: size("linear_conv_kernel_dim", LINEAR_ATTENTION.conv_width)?,
+        kind: LinearAttentionKind::GatedDeltaNet,
     };
     let is_linear = linear_layers(file, config.num_layers())?;
     Ok(with_linear_layers(config, is_linear, linear))
@@ -68,7 +70,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
 fn linear_layers(file: &HfConfig<'_>, num_layers: usize) -> Result<Vec<bool>, ModelError> {
     let interval = file.interval("full_attention_interval", 4)?;
     let by_interval = || (1..=num_layers).map(|layer| !layer.is_multiple_of(interval)).collect();
-    Ok(file.layers_of_type(LINEAR, num_layers)?.unwrap_or_else(by_interval))
+    Ok(file.layers_of_type(&[LINEAR], num_layers)?.unwrap_or_else(by_interval))
 }
 
 fn with_linear_layers(

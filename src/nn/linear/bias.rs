@@ -1,7 +1,7 @@
 //! Biases, as linear layers with one input that is 1: they need no op of their own.
 
 use crate::nn::LayerError;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use ulysses_kernels::{Workspace, elementwise, linear};
 
 /// Writes a bias to every row of `y`, or adds it.
@@ -23,7 +23,7 @@ pub(crate) fn add_bias(
 /// Adds `Σ dy` over the rows to the gradient of a bias.
 ///
 /// # Shapes
-/// `dy`: `[…, n]`, `dbias`: `[n]`.
+/// `dy`: `[…, n]` of any element type, `dbias`: `[n]`.
 pub(crate) fn add_bias_gradient(dy: &Tensor, dbias: &Tensor, ws: &Workspace) -> Result<(), LayerError> {
     let ones = ones_for(dy, dbias, ws)?;
     linear::backward_weight(dy, &ones, &as_column(dbias)?)?;
@@ -33,7 +33,8 @@ pub(crate) fn add_bias_gradient(dy: &Tensor, dbias: &Tensor, ws: &Workspace) -> 
 
 /// A one per row.
 fn ones_for(rows: &Tensor, bias: &Tensor, ws: &Workspace) -> Result<Tensor, LayerError> {
-    let ones = ws.alloc((rows.elem_count() / bias.elem_count().max(1), 1))?;
+    let shape = (rows.elem_count() / bias.elem_count().max(1), 1);
+    let ones = if rows.dtype() == DType::F32 { ws.alloc_f32(shape)? } else { ws.alloc(shape)? };
     elementwise::fill(&ones, 1.0)?;
     Ok(ones)
 }

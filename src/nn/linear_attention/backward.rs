@@ -1,9 +1,8 @@
 //! The backward pass of linear attention.
 
-use super::{EXCHANGED, LinearAttention, LinearAttentionSaved};
-use crate::nn::{BackwardPass, Branch, Gathered, HeadKind, LayerError, token_rows};
+use super::{LinearAttention, LinearAttentionSaved};
+use crate::nn::{BackwardPass, Branch, Gathered, LayerError, token_rows};
 use candle_core::Tensor;
-use ulysses_kernels::glu::{self, Activation};
 
 impl LinearAttention {
     /// Backward of [`forward`](Self::forward) for the gradient `dy` of the output: adds to the gradients of the parameters and
@@ -25,13 +24,13 @@ impl LinearAttention {
         let forward = &pass.forward;
         let LinearAttentionSaved { heads, out, z } = saved;
         let (dout, dz) = self.backward_output(out, z, dy, pass)?;
-        let [dout] = self.exchange([dout], [HeadKind::Value], (Gathered::Tokens, true), forward)?;
+        let dout = self.exchange_output(dout, (Gathered::Tokens, true), forward)?;
         let dmixed = self.backward_heads(heads, &dout, pass)?;
         forward.recycle([dout]);
-        let dmixed = self.exchange(dmixed, EXCHANGED, (Gathered::Heads, true), forward)?;
-        let outputs: Vec<_> = self.mixed.iter().zip(&dmixed).chain([(&self.z, &dz)]).collect();
+        let dmixed = self.exchange_mixed(dmixed, (Gathered::Heads, true), forward)?;
+        let outputs: Vec<_> = self.mixed.iter().zip(dmixed.iter()).chain([(&self.z, &dz)]).collect();
         branch.backward_project(x, &outputs, dx, pass)?;
-        forward.recycle(dmixed);
+        forward.recycle(Vec::from(dmixed));
         forward.recycle([dz]);
         Ok(())
     }
@@ -48,18 +47,14 @@ impl LinearAttention {
         let (dout, dz) = (ws.alloc(out.dims())?, ws.alloc(z.dims())?);
         for tile in forward.ctx.token_tiles() {
             let dy = token_rows(dy, &tile)?;
-            let (normed, rstd) = self.normalize(&out, &tile, forward)?;
-            let z = self.head_rows(&z, &tile)?;
-            let (gated, dgated) = (ws.alloc(normed.dims())?, ws.alloc(normed.dims())?);
-            glu::forward(Activation::Silu, &z, &normed, &gated)?;
-            let columns = (tile.len(), self.shape.value_dim());
-            self.out.backward_weight(&dy, &gated.reshape(columns)?, pass)?;
-            self.out.backward_input(&dy, &dgated.reshape(columns)?, false, forward)?;
-            let (dz, dnormed) = (self.head_rows(&dz, &tile)?, gated);
-            glu::backward(Activation::Silu, &dgated, &z, &normed, &dz, &dnormed)?;
-            let (out, dout) = (self.head_rows(&out, &tile)?, self.head_rows(&dout, &tile)?);
-            self.norm.backward(&dnormed, &out, &rstd, (&dout, false), pass)?;
-            forward.recycle([normed, rstd, dgated, dnormed]);
+            let gated = self.gated(&out, &z, &tile, forward)?;
+            let dgated = ws.alloc(gated.rows.dims())?;
+            self.out.backward_weight(&dy, &gated.rows, pass)?;
+            self.out.backward_input(&dy, &dgated, false, forward)?;
+            let rows = [&out, &z, &dout, &dz].map(|tensor| token_rows(tensor, &tile));
+            let [out, z, dout, dz] = rows;
+            let head_dim = self.shape.value_head_dim;
+            self.norm.backward((dgated, gated), [&out?, &z?], [&dout?, &dz?], head_dim, pass)?;
         }
         forward.recycle([out, z]);
         Ok((dout, dz))

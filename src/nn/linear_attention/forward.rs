@@ -1,11 +1,12 @@
 //! The forward pass of linear attention.
 
+use super::LinearAttention;
+use super::gated_norm::Gated;
+use super::mixed::Mixed;
 use super::saved::LinearAttentionSaved;
-use super::{EXCHANGED, LinearAttention, LinearAttentionConfig};
-use crate::nn::{Branch, ForwardPass, Gathered, HeadKind, LayerError, token_dims, token_rows};
+use crate::nn::{Branch, ForwardPass, Gathered, LayerError, token_dims, token_rows};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::glu::{self, Activation};
 
 impl LinearAttention {
     /// Adds the output to the tensor that the branch opens. Returns the state for the backward pass, if `keep`.
@@ -24,16 +25,13 @@ impl LinearAttention {
     ) -> Result<(Tensor, Option<LinearAttentionSaved>), LayerError> {
         let y = branch.open(x, pass)?;
         let (mixed, z) = self.project(branch, x, pass)?;
-        let mixed = self.exchange(mixed, EXCHANGED, (Gathered::Tokens, false), pass)?;
+        let mixed = self.exchange_mixed(mixed, (Gathered::Tokens, false), pass)?;
         let (out, heads) = self.forward_heads(mixed, keep, pass)?;
-        let [out] = self.exchange([out], [HeadKind::Value], (Gathered::Heads, false), pass)?;
+        let out = self.exchange_output(out, (Gathered::Heads, false), pass)?;
         for tile in pass.ctx.token_tiles() {
-            let (normed, rstd) = self.normalize(&out, &tile, pass)?;
-            let gated = pass.workspace().alloc(normed.dims())?;
-            glu::forward(Activation::Silu, &self.head_rows(&z, &tile)?, &normed, &gated)?;
-            let rows = gated.reshape((tile.len(), self.shape.value_dim()))?;
-            self.out.forward(&rows, &token_rows(&y, &tile)?, true, pass)?;
-            pass.recycle([normed, rstd, gated]);
+            let gated = self.gated(&out, &z, &tile, pass)?;
+            self.out.forward(&gated.rows, &token_rows(&y, &tile)?, true, pass)?;
+            gated.recycle(pass);
         }
         let saved = match heads {
             Some(heads) => Some(LinearAttentionSaved { heads, out, z }),
@@ -51,34 +49,29 @@ impl LinearAttention {
         branch: &Branch,
         x: &Tensor,
         pass: &ForwardPass<'_>,
-    ) -> Result<([Tensor; 5], Tensor), LayerError> {
+    ) -> Result<(Mixed<Tensor>, Tensor), LayerError> {
         let (ws, shape) = (pass.workspace(), &self.shape);
         let (batch, tokens) = token_dims(x);
         let keys = || ws.alloc((batch, tokens, shape.num_key_heads, shape.key_head_dim));
         let values = |dim| ws.alloc((batch, tokens, shape.num_value_heads, dim));
-        let mixed = [keys()?, keys()?, values(shape.value_head_dim)?, values(1)?, values(1)?];
+        let qkv = [keys()?, keys()?, values(shape.value_head_dim)?];
+        let b = self.mixed.b.as_ref().map(|_| values(1)).transpose()?;
+        let mixed = Mixed { qkv, b, a: values(1)? };
         let z = values(shape.value_head_dim)?;
-        let outputs: Vec<_> = self.mixed.iter().zip(&mixed).chain([(&self.z, &z)]).collect();
+        let outputs: Vec<_> = self.mixed.iter().zip(mixed.iter()).chain([(&self.z, &z)]).collect();
         branch.project(x, &outputs, pass)?;
         Ok((mixed, z))
     }
 
-    /// The normalized heads of a tile of tokens, with their reciprocal root mean squares.
-    pub(super) fn normalize(
+    /// The gated output of a tile of tokens.
+    pub(super) fn gated(
         &self,
         out: &Tensor,
+        z: &Tensor,
         tile: &Range<usize>,
         pass: &ForwardPass<'_>,
-    ) -> Result<(Tensor, Tensor), LayerError> {
-        let out = self.head_rows(out, tile)?;
-        let rstd = pass.workspace().alloc_f32(out.dims()[0])?;
-        let normed = self.norm.forward(&out, &rstd, pass)?;
-        Ok((normed, rstd))
-    }
-
-    /// The value heads of a tile of tokens, `[tile · heads, value_head_dim]`, sharing the storage.
-    pub(super) fn head_rows(&self, x: &Tensor, tile: &Range<usize>) -> Result<Tensor, LayerError> {
-        let LinearAttentionConfig { num_value_heads, value_head_dim, .. } = self.shape;
-        Ok(token_rows(x, tile)?.reshape((tile.len() * num_value_heads, value_head_dim))?)
+    ) -> Result<Gated, LayerError> {
+        let rows = [&token_rows(out, tile)?, &token_rows(z, tile)?];
+        self.norm.forward(rows, self.shape.value_head_dim, pass)
     }
 }

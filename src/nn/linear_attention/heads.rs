@@ -1,26 +1,30 @@
-//! Convolution and gated delta rule of one rank's heads, over whole sequences.
+//! Convolution and state of one rank's heads, over whole sequences.
 
-use super::LinearAttention;
+use super::mixed::Mixed;
 use super::saved::HeadsSaved;
-use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError};
+use super::{LinearAttention, LinearAttentionKind};
+use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError, Parameter, add_bias_gradient};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::delta_gates;
-use ulysses_kernels::gated_delta::{self, DeltaLayout};
+use ulysses_kernels::delta_gates::{self, Rate};
+use ulysses_kernels::gated_delta::{self, DeltaLayout, Rule};
 
-/// The operands of the gated delta rule.
+/// The operands of the recurrence.
 struct DeltaOperands {
     /// Queries, keys and values after the convolution.
     qkv: [Tensor; 3],
     /// Decay and rate, in f32.
     gates: [Tensor; 2],
+    /// The heads' skip connections, of Mamba 2.
+    skip: Option<Tensor>,
     layout: DeltaLayout,
 }
 
 impl DeltaOperands {
     fn borrow(&self) -> gated_delta::Operands<'_> {
         let ([q, k, v], [g, beta]) = (&self.qkv, &self.gates);
-        gated_delta::Operands { q, k, v, g, beta, layout: &self.layout }
+        let rule = self.skip.as_ref().map_or(Rule::Delta, |skip| Rule::Sum { skip });
+        gated_delta::Operands { q, k, v, g, beta, rule, layout: &self.layout }
     }
 
     fn recycle(self, pass: &ForwardPass<'_>) {
@@ -36,12 +40,13 @@ impl LinearAttention {
     /// `mixed`: `[batch, seq, heads_local, dim]`, result: `[batch, seq, value heads_local, value_head_dim]`.
     pub(super) fn forward_heads(
         &self,
-        mixed: [Tensor; 5],
+        mixed: Mixed<Tensor>,
         keep: bool,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<HeadsSaved>), LayerError> {
         let (ws, share) = (pass.workspace(), self.share(pass));
-        let out = ws.alloc(mixed[2].dims())?;
+        let [_, _, values] = &mixed.qkv;
+        let out = ws.alloc(values.dims())?;
         let mut states = None;
         if !share.values.is_empty() {
             let operands = self.delta_operands(&mixed, &share, pass)?;
@@ -60,7 +65,7 @@ impl LinearAttention {
         Ok((out, None))
     }
 
-    /// Adds to the gradients of convolution, `A_log` and `dt_bias`, and returns those of `mixed`.
+    /// Adds to the gradients of convolution, `A_log`, `dt_bias` and `D`, and returns those of `mixed`.
     ///
     /// # Shapes
     /// `dout`: as the result of [`forward_heads`](Self::forward_heads).
@@ -69,7 +74,7 @@ impl LinearAttention {
         saved: HeadsSaved,
         dout: &Tensor,
         pass: &BackwardPass<'_>,
-    ) -> Result<[Tensor; 5], LayerError> {
+    ) -> Result<Mixed<Tensor>, LayerError> {
         let (forward, ws) = (&pass.forward, pass.forward.workspace());
         let share = self.share(forward);
         let HeadsSaved { mixed, states } = saved;
@@ -78,38 +83,71 @@ impl LinearAttention {
         let like = |tensor: &Tensor| ws.alloc(tensor.dims());
         let [q, k, v] = &operands.qkv;
         let dqkv = [like(q)?, like(k)?, like(v)?];
-        let [dg, dbeta] = [ws.alloc_f32(operands.gates[0].dims())?, ws.alloc_f32(operands.gates[1].dims())?];
-        let [dq, dk, dv] = &dqkv;
-        let gradients = gated_delta::Gradients { dq, dk, dv, dg: &dg, dbeta: &dbeta };
+        let gate = || ws.alloc_f32(operands.gates[0].dims());
+        let dgates = [gate()?, gate()?];
+        let ([dq, dk, dv], [dg, dbeta]) = (&dqkv, &dgates);
+        let dskip = operands.skip.as_ref().map(|_| gate()).transpose()?;
+        let gradients = gated_delta::Gradients { dq, dk, dv, dg, dbeta, dskip: dskip.as_ref() };
         gated_delta::backward(&operands.borrow(), &states, dout, &gradients, ws)?;
         operands.recycle(forward);
         forward.recycle([states]);
+        if let (Some(dskip), Some(skip)) = (&dskip, self.skip) {
+            let gradient = self.head_gradient(skip, &share, pass)?;
+            gradient.map_or(Ok(()), |gradient| add_bias_gradient(dskip, &gradient, ws))?;
+        }
+        forward.recycle(dskip);
 
-        let [q, k, v, b, a] = mixed;
-        let [da, db] = [like(&a)?, like(&b)?];
-        let part = |gradient: Option<&Tensor>| {
-            gradient.map(|gradient| gradient.narrow(0, share.values.start, share.values.len())).transpose()
-        };
-        let (da_log, ddt_bias) = (part(pass.gradient(self.a_log))?, part(pass.gradient(self.dt_bias))?);
-        let [a_log, dt_bias] = self.head_parameters(&share, forward)?;
-        let operands =
-            delta_gates::Operands { a: &rows(&a)?, b: &rows(&b)?, a_log: &a_log, dt_bias: &dt_bias };
-        let gradients = delta_gates::Gradients {
-            da: &rows(&da)?,
-            db: &rows(&db)?,
-            da_log: da_log.as_ref(),
-            ddt_bias: ddt_bias.as_ref(),
-        };
-        delta_gates::backward(&operands, [&dg, &dbeta], &gradients)?;
-        forward.recycle([dg, dbeta, a, b]);
+        let Mixed { qkv, b, a } = mixed;
+        let (da, db) = (like(&a)?, b.as_ref().map(like).transpose()?);
+        self.backward_gates([&a, &da], [&b, &db], &dgates, &share, pass)?;
+        forward.recycle(dgates);
+        forward.recycle([a].into_iter().chain(b));
 
         let mut results = Vec::new();
-        for ((x, dy), channels) in [q, k, v].into_iter().zip(dqkv).zip(self.channels(&share)) {
+        for ((x, dy), channels) in qkv.into_iter().zip(dqkv).zip(self.channels(&share)) {
             results.push(self.conv.backward(&dy, &x, &channels, pass)?);
             forward.recycle([dy, x]);
         }
-        results.extend([db, da]);
-        Ok(results.try_into().unwrap_or_else(|_| unreachable!("three convolutions and two projections")))
+        let qkv = results.try_into().unwrap_or_else(|_| unreachable!("three convolutions"));
+        Ok(Mixed { qkv, b: db, a: da })
+    }
+
+    /// Backward of decay and rate: writes the gradients of their projections.
+    fn backward_gates(
+        &self,
+        [a, da]: [&Tensor; 2],
+        [b, db]: [&Option<Tensor>; 2],
+        [dg, dbeta]: &[Tensor; 2],
+        share: &HeadShare,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let gradient = |parameter| self.head_gradient(parameter, share, pass);
+        let (da_log, ddt_bias) = (gradient(self.a_log)?, gradient(self.dt_bias)?);
+        let [a_log, dt_bias] = self.gate_parameters(share, &pass.forward)?;
+        let [b, db] = [b, db].map(|b| b.as_ref().map(rows).transpose());
+        let (b, db) = (b?, db?);
+        let operands = delta_gates::Operands {
+            a: &rows(a)?,
+            rate: self.rate(b.as_ref()),
+            a_log: &a_log,
+            dt_bias: &dt_bias,
+        };
+        let gradients = delta_gates::Gradients {
+            da: &rows(da)?,
+            db: db.as_ref(),
+            da_log: da_log.as_ref(),
+            ddt_bias: ddt_bias.as_ref(),
+        };
+        Ok(delta_gates::backward(&operands, [dg, dbeta], &gradients)?)
+    }
+
+    /// What the rate is; `b` is its projection, if there is one.
+    fn rate<'b>(&self, b: Option<&'b Tensor>) -> Rate<'b> {
+        let limits = match self.shape.kind {
+            LinearAttentionKind::Mamba2(mamba) => mamba.time_step_limits,
+            LinearAttentionKind::GatedDeltaNet => [0.0, f64::INFINITY],
+        };
+        b.map_or(Rate::TimeStep { limits }, Rate::Projection)
     }
 
     /// This rank's heads.
@@ -119,7 +157,7 @@ impl LinearAttention {
 
     fn delta_operands(
         &self,
-        [q, k, v, b, a]: &[Tensor; 5],
+        Mixed { qkv: [q, k, v], b, a }: &Mixed<Tensor>,
         share: &HeadShare,
         pass: &ForwardPass<'_>,
     ) -> Result<DeltaOperands, LayerError> {
@@ -129,17 +167,33 @@ impl LinearAttention {
         let qkv = [conv(q, 0)?, conv(k, 1)?, conv(v, 2)?];
         let (batch, seq_len, heads, _) = a.dims4()?;
         let gates = [ws.alloc_f32((batch, seq_len, heads))?, ws.alloc_f32((batch, seq_len, heads))?];
-        let [a_log, dt_bias] = self.head_parameters(share, pass)?;
-        let operands = delta_gates::Operands { a: &rows(a)?, b: &rows(b)?, a_log: &a_log, dt_bias: &dt_bias };
+        let [a_log, dt_bias] = self.gate_parameters(share, pass)?;
+        let b = b.as_ref().map(rows).transpose()?;
+        let operands = delta_gates::Operands {
+            a: &rows(a)?,
+            rate: self.rate(b.as_ref()),
+            a_log: &a_log,
+            dt_bias: &dt_bias,
+        };
         delta_gates::forward(&operands, &gates[0], &gates[1])?;
         let layout = pass.ctx.delta_layout(&share.v_to_k(self.shape.heads()));
-        Ok(DeltaOperands { qkv, gates, layout })
+        let skip = self.skip.map(|skip| of_heads(&pass[skip], share)).transpose()?;
+        Ok(DeltaOperands { qkv, gates, skip, layout })
     }
 
     /// The parts of `A_log` and `dt_bias`.
-    fn head_parameters(&self, share: &HeadShare, pass: &ForwardPass<'_>) -> Result<[Tensor; 2], LayerError> {
-        let part = |parameter| pass[parameter].narrow(0, share.values.start, share.values.len());
-        Ok([part(self.a_log)?, part(self.dt_bias)?])
+    fn gate_parameters(&self, share: &HeadShare, pass: &ForwardPass<'_>) -> Result<[Tensor; 2], LayerError> {
+        Ok([of_heads(&pass[self.a_log], share)?, of_heads(&pass[self.dt_bias], share)?])
+    }
+
+    /// The gradient of some heads' part of a parameter, unless it is frozen.
+    fn head_gradient(
+        &self,
+        parameter: Parameter,
+        share: &HeadShare,
+        pass: &BackwardPass<'_>,
+    ) -> Result<Option<Tensor>, LayerError> {
+        pass.gradient(parameter).map(|gradient| of_heads(gradient, share)).transpose()
     }
 
     /// The channels of the convolution of some heads' queries, keys and values.
@@ -151,6 +205,11 @@ impl LinearAttention {
         };
         [of_heads(q, keys, key), of_heads(k, keys, key), of_heads(v, values, value)]
     }
+}
+
+/// The value heads of a rank, of one number per head.
+fn of_heads(parameter: &Tensor, HeadShare { values, .. }: &HeadShare) -> Result<Tensor, LayerError> {
+    Ok(parameter.narrow(0, values.start, values.len())?)
 }
 
 /// `[batch, seq, heads, 1]` → `[tokens, heads]`, sharing the storage.

@@ -1,5 +1,6 @@
 //! Saved state of linear attention.
 
+use super::mixed::Mixed;
 use crate::nn::ForwardPass;
 use candle_core::Tensor;
 use ulysses_kernels::tensor;
@@ -17,7 +18,7 @@ pub struct LinearAttentionSaved {
 /// State of one rank's heads.
 pub(super) struct HeadsSaved {
     /// Queries, keys, values before the convolution, and the projections for rate and decay.
-    pub(super) mixed: [Tensor; 5],
+    pub(super) mixed: Mixed<Tensor>,
     /// The states at some tokens; `None` without heads.
     pub(super) states: Option<Tensor>,
 }
@@ -38,7 +39,7 @@ impl LinearAttentionSaved {
 
 impl HeadsSaved {
     pub(super) fn recycle(self, pass: &ForwardPass<'_>) {
-        pass.recycle(self.mixed);
+        pass.recycle(Vec::from(self.mixed));
         pass.recycle(self.states);
     }
 }

@@ -5,7 +5,7 @@ use crate::comm::{CollectiveOp, LaunchOptions, ProcessGroup, ProcessGroupExt, la
 use crate::mesh::SeqSharding;
 use crate::nn::{
     ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare, LayerError,
-    LinearAttentionConfig, ShortConvConfig,
+    LinearAttentionConfig, LinearAttentionKind, ShortConvConfig,
 };
 use crate::sequence_parallel::{ExchangeVolume, UlyssesHeads};
 use candle_core::Tensor;
@@ -19,6 +19,7 @@ const SHAPE: LinearAttentionConfig = LinearAttentionConfig {
     key_head_dim: 3,
     value_head_dim: 5,
     conv_width: 4,
+    kind: LinearAttentionKind::GatedDeltaNet,
 };
 const BATCH: usize = 2;
 const SEQ_LEN: usize = 13;

@@ -1,4 +1,4 @@
-//! Models with linear attention and attention with a gate, and with short convolutions.
+//! Models with linear attention and attention with a gate, with Mamba 2, and with short convolutions.
 
 use super::{Case, case};
 use serde_json::{Value, json};
@@ -19,6 +19,21 @@ fn hybrid() -> ModelConfig {
     ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
 }
 
+/// Three layers with Mamba 2 of two groups and four heads, one with attention.
+fn mamba() -> ModelConfig {
+    let mut model = shape("granite-4.0-h-350m").unwrap().with_num_layers(11).with_attention(|layer| {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (8, 2, 8);
+    });
+    model.layers.drain(..7);
+    for layer in &mut model.layers {
+        if let MixerConfig::LinearAttention(linear) = layer {
+            (linear.num_key_heads, linear.num_value_heads) = (2, 4);
+            (linear.key_head_dim, linear.value_head_dim) = (8, 32);
+        }
+    }
+    ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
+}
+
 /// Short convolutions of 64 channels in four of five layers.
 fn convolutions() -> ModelConfig {
     let model = shape("LFM2-350M").unwrap().with_num_layers(5).with_attention(|layer| {
@@ -29,15 +44,18 @@ fn convolutions() -> ModelConfig {
     ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
 }
 
-/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Convolutions.
+/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Mamba 2. Convolutions.
 pub(super) fn cases() -> Vec<Case> {
     let ulysses = |ulysses: Value| json!({ "zero_optimization": { "stage": 2 }, "ulysses": ulysses });
     let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
     let chunks = json!({ "head_chunks": 2, "overlap_exchange": true, "tile_tokens": 5 });
     let ring = |size: usize| json!({ "ring_size": size, "activation_checkpointing": true });
-    let everything = json!({
-        "zero_optimization": { "stage": 3 }, "pipeline_parallel_size": 2, "tensor_parallel_size": 3, "ulysses": ring(2),
-    });
+    let with_tp = |size: usize| {
+        json!({
+            "zero_optimization": { "stage": 3 }, "pipeline_parallel_size": 2, "tensor_parallel_size": size,
+            "ulysses": ring(2),
+        })
+    };
     vec![
         case("linear attention", hybrid(), (1, 1), 24, ulysses(json!({}))),
         case("linear attention, 1 x 5", hybrid(), (1, 5), 23, ulysses(json!({}))),
@@ -46,7 +64,11 @@ pub(super) fn cases() -> Vec<Case> {
         case("linear attention, 1 x 4, chunks", hybrid(), (1, 4), 25, ulysses(chunks.clone())),
         case("linear attention, a ring of 2 x 2", hybrid(), (1, 4), 25, ulysses(ring(2))),
         case("linear attention, a ring of 3, 2 x 3", hybrid(), (2, 3), 23, ulysses(ring(3))),
-        case("linear attention, pp 2, a ring of 2, tp 3", hybrid(), (1, 2), 24, everything),
+        case("linear attention, pp 2, a ring of 2, tp 3", hybrid(), (1, 2), 24, with_tp(3)),
+        case("Mamba 2, 1 x 5", mamba(), (1, 5), 23, ulysses(json!({}))),
+        case("Mamba 2, 2 x 2, recomputed", mamba(), (2, 2), 22, ulysses(recompute(false))),
+        case("Mamba 2, 1 x 4, chunks", mamba(), (1, 4), 25, ulysses(chunks.clone())),
+        case("Mamba 2, pp 2, a ring of 2, tp 2", mamba(), (1, 2), 24, with_tp(2)),
         case("convolutions, 2 x 3", convolutions(), (2, 3), 23, ulysses(json!({}))),
         case("convolutions, 1 x 2, recomputed", convolutions(), (1, 2), 22, ulysses(recompute(false))),
         case("convolutions, 1 x 4, chunks", convolutions(), (1, 4), 25, ulysses(chunks)),

@@ -34,6 +34,8 @@ pub enum Family {
     Lfm2,
     /// The attention of gpt-oss, which has sinks, with the MLP of Llama.
     GptOss,
+    /// Mamba 2 in every layer but the last.
+    GraniteHybrid,
 }
 
 /// Names of the parameters of a block.
@@ -47,6 +49,8 @@ pub struct BlockNames {
     pub qk_norms: [&'static str; 2],
     /// Gate, up and down projection of an MLP with a gate.
     pub gated_mlp: [&'static str; 3],
+    /// Gate and up projection in one parameter.
+    pub fused_gate_up: Option<&'static str>,
     /// The projections of an MLP without a gate.
     pub plain_mlp: Option<[&'static str; 2]>,
 }
@@ -117,6 +121,7 @@ impl Family {
             o: "self_attn.o_proj",
             qk_norms: ["self_attn.q_norm", "self_attn.k_norm"],
             gated_mlp: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
+            fused_gate_up: None,
             plain_mlp: None,
         };
         match self {
@@ -126,7 +131,17 @@ impl Family {
                 gated_mlp: ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"],
                 ..llama
             },
-            Self::Phi3 => BlockNames { qkv: Some("self_attn.qkv_proj"), ..llama },
+            Self::GraniteHybrid => BlockNames {
+                gated_mlp: ["", "", "shared_mlp.output_linear"],
+                fused_gate_up: Some("shared_mlp.input_linear"),
+                ..llama
+            },
+            Self::Glm | Self::Glm4 => BlockNames { fused_gate_up: Some("mlp.gate_up_proj"), ..llama },
+            Self::Phi3 => BlockNames {
+                fused_gate_up: Some("mlp.gate_up_proj"),
+                qkv: Some("self_attn.qkv_proj"),
+                ..llama
+            },
             Self::StarCoder2 => BlockNames { plain_mlp: Some(["mlp.c_fc", "mlp.c_proj"]), ..llama },
             Self::Nemotron => BlockNames { plain_mlp: Some(["mlp.up_proj", "mlp.down_proj"]), ..llama },
             Self::Gpt2 => BlockNames {
@@ -155,11 +170,6 @@ impl Family {
             _ => ("model.embed_tokens", "model.norm", "lm_head"),
         };
         OuterNames { embedding, norm, head }
-    }
-
-    /// Whether gate and up projection are one parameter.
-    pub fn has_fused_gate_up(self) -> bool {
-        self.is_glm() || self == Self::Phi3
     }
 
     /// Whether only every other layer has the window.
@@ -217,14 +227,29 @@ impl ReferenceConfig {
         self.family == Family::Lfm2 && layer + 1 < self.num_layers
     }
 
+    /// Whether a layer has Mamba 2 instead of attention.
+    pub fn is_mamba(&self, layer: usize) -> bool {
+        self.family == Family::GraniteHybrid && layer + 1 < self.num_layers
+    }
+
     /// Whether a layer has attention.
     pub fn has_attention(&self, layer: usize) -> bool {
-        !self.is_linear(layer) && !self.is_conv(layer)
+        !self.is_linear(layer) && !self.is_conv(layer) && !self.is_mamba(layer)
     }
 
     /// Whether q, k and v have biases.
     pub fn has_qkv_bias(&self) -> bool {
-        self.qkv_bias && self.family != Family::Lfm2 || self.all_biases()
+        self.qkv_bias && !matches!(self.family, Family::Lfm2 | Family::GraniteHybrid) || self.all_biases()
+    }
+
+    /// Whether the projections of Mamba 2 have biases.
+    pub fn mamba_biases(&self) -> bool {
+        self.family == Family::GraniteHybrid && self.qkv_bias
+    }
+
+    /// Groups of B and C of Mamba 2: two in models with biases.
+    pub fn mamba_groups(&self) -> usize {
+        if self.mamba_biases() { 2 } else { 1 }
     }
 
     /// Whether the short convolutions of LFM2 have biases.
@@ -242,7 +267,7 @@ impl ReferenceConfig {
         match self.family {
             Family::Gemma3 if self.window(layer).is_some() => Some(LOCAL_THETA),
             Family::SmolLm3 if layer % 2 == 1 => None,
-            Family::Gpt2 => None,
+            Family::Gpt2 | Family::GraniteHybrid => None,
             Family::Exaone4 | Family::Cohere2 if self.window(layer).is_none() => None,
             _ => Some(self.rope_theta),
         }
@@ -260,7 +285,7 @@ impl ReferenceConfig {
     /// The factor on the logits of attention.
     pub fn attention_scale(&self) -> f64 {
         match self.family {
-            Family::Granite => GRANITE[2],
+            Family::Granite | Family::GraniteHybrid => GRANITE[2],
             Family::Gemma2 | Family::Gemma3 => 1.0 / QUERY_PRE_ATTN_SCALAR.sqrt(),
             _ => 1.0 / (self.head_dim as f64).sqrt(),
         }

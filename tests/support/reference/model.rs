@@ -6,6 +6,7 @@
 use super::batch::document_ids;
 use super::families::{Family, GRANITE, LOGIT_SCALE, QUERY_GROWTH};
 use super::linear_attention::{linear_attention, sigmoid};
+use super::mamba2::mamba2;
 use super::rope::rope_tables;
 use super::short_conv::short_conv;
 use super::weights::{ReferenceConfig, RopeScaling, Weights, sinks_name, weight};
@@ -33,7 +34,7 @@ pub fn row_logits(
     let names = family.outer_names();
     let [attention_cap, final_cap] = family.softcaps();
     let [embedding_factor, residual_factor, logits_factor] = match family {
-        Family::Granite => [GRANITE[0], GRANITE[1], GRANITE[3]],
+        Family::Granite | Family::GraniteHybrid => [GRANITE[0], GRANITE[1], GRANITE[3]],
         family if family.is_gemma() => [(config.hidden_size as f64).sqrt(), 1.0, 1.0],
         family if family.is_cohere() => [1.0, 1.0, LOGIT_SCALE],
         _ => [1.0; 3],
@@ -123,6 +124,7 @@ pub fn row_logits(
         let output = match (config.is_linear(layer), config.is_conv(layer)) {
             (true, _) => linear_attention(config, weights, layer, &h, position_ids)?,
             (_, true) => short_conv(config, weights, layer, &h, position_ids)?,
+            _ if config.is_mamba(layer) => mamba2(config, weights, &name("mamba"), &h, position_ids)?,
             _ => attend()?,
         };
         let output = maybe_norm(output, after_attention)?;
@@ -135,15 +137,15 @@ pub fn row_logits(
             _ => maybe_norm(x.clone(), before_mlp)?,
         };
         let [gate, up, down] = block.gated_mlp;
-        let output = match (block.plain_mlp, family.has_fused_gate_up()) {
+        let output = match (block.plain_mlp, block.fused_gate_up) {
             (Some([first, second]), _) => project(&activation(family, &project(&h, first)?)?, second)?,
-            (None, true) => {
-                let gate_up = project(&h, "mlp.gate_up_proj")?; // [S, 2·F]
+            (None, Some(gate_up)) => {
+                let gate_up = project(&h, gate_up)?; // [S, 2·F]
                 let size = config.intermediate_size;
                 let (gate, up) = (gate_up.narrow(1, 0, size)?, gate_up.narrow(1, size, size)?);
                 project(&(activation(family, &gate)? * up)?, down)?
             }
-            (None, false) => {
+            (None, None) => {
                 let (gate, up) = (project(&h, gate)?, project(&h, up)?); // [S, F]
                 project(&(activation(family, &gate)? * up)?, down)?
             }

@@ -1,7 +1,7 @@
 //! Configuration, parameter names and shapes, and weights.
 
 use super::families::{Family, NUM_POSITIONS};
-use super::{linear_attention, short_conv};
+use super::{linear_attention, mamba2, short_conv};
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use rand::{Rng, SeedableRng};
@@ -37,7 +37,7 @@ pub struct ReferenceConfig {
     pub partial_rotary_factor: f64,
     pub rms_norm_eps: f64,
     pub tie_word_embeddings: bool,
-    /// Biases on q, k and v, as in Qwen2; in LFM2, of the convolutions.
+    /// Biases on q, k and v, as in Qwen2; in LFM2, of the convolutions; in Granite's hybrids, of Mamba 2.
     pub qkv_bias: bool,
     /// Norms over each head of q and k, as in Qwen3.
     pub qk_norm: bool,
@@ -193,8 +193,8 @@ impl ReferenceConfig {
                 add(second, vec![hidden, intermediate]);
                 continue;
             }
-            if self.family.has_fused_gate_up() {
-                add("mlp.gate_up_proj", vec![2 * intermediate, hidden]);
+            if let Some(gate_up) = block.fused_gate_up {
+                add(gate_up, vec![2 * intermediate, hidden]);
             } else {
                 add(block.gated_mlp[0], vec![intermediate, hidden]);
                 add(block.gated_mlp[1], vec![intermediate, hidden]);
@@ -203,6 +203,7 @@ impl ReferenceConfig {
             let (module, parts) = match (self.is_linear(layer), self.is_conv(layer)) {
                 (true, _) => ("linear_attn", linear_attention::parameter_shapes(hidden)),
                 (_, true) => ("conv", short_conv::parameter_shapes(hidden, self.conv_bias())),
+                _ if self.is_mamba(layer) => ("mamba", mamba2::parameter_shapes(self)),
                 _ => continue,
             };
             for (part, shape) in parts {

@@ -11,17 +11,17 @@ pub(super) const COLUMNS: usize = 32;
 pub(super) struct KeyHead<'a> {
     pub(super) sequence: usize,
     pub(super) head: usize,
-    /// Normalized queries times 1/√Dk, `[tokens, Dk]`.
+    /// Queries, by the delta rule normalized and times 1/√Dk, `[tokens, Dk]`.
     pub(super) q: &'a mut [f32],
-    /// Normalized keys, `[tokens, Dk]`.
+    /// Keys, by the delta rule normalized, `[tokens, Dk]`.
     pub(super) k: &'a mut [f32],
-    /// Inverse norms of the queries, `[tokens]`.
+    /// Inverse norms of the queries, `[tokens]`. By the delta rule.
     pub(super) q_inverse_norms: &'a mut [f32],
-    /// Inverse norms of the keys, `[tokens]`.
+    /// Inverse norms of the keys, `[tokens]`. By the delta rule.
     pub(super) k_inverse_norms: &'a mut [f32],
     /// Products of a chunk's queries with its keys, `[tokens, CHUNK]`.
     pub(super) qk: &'a mut [f32],
-    /// Products of a chunk's keys, `[tokens, CHUNK]`.
+    /// Products of a chunk's keys, `[tokens, CHUNK]`. By the delta rule.
     pub(super) kk: &'a mut [f32],
 }
 
@@ -35,7 +35,7 @@ pub(super) struct ValueHead<'a> {
     pub(super) decay: &'a mut [f32],
     /// β, `[tokens]`.
     pub(super) beta: &'a mut [f32],
-    /// (I + L)⁻¹ of each chunk, `[tokens, CHUNK]`, with zeros above the diagonal.
+    /// (I + L)⁻¹ of each chunk, `[tokens, CHUNK]`, with zeros above the diagonal. By the delta rule.
     pub(super) inverse: &'a mut [f32],
     /// The gradient of the output, `[tokens, Dv]`. In a backward pass.
     pub(super) dout: &'a mut [f32],
@@ -45,7 +45,7 @@ pub(super) struct ValueHead<'a> {
 /// Some columns of a [`ValueHead`].
 pub(super) struct Block<'a> {
     pub(super) columns: Range<usize>,
-    /// Values minus those that the state recalls, `[tokens, columns]`.
+    /// Values, by the delta rule minus those that the state recalls, `[tokens, columns]`.
     pub(super) errors: &'a mut [f32],
     /// `beta · error` of each token, the update of the state along its key: `[tokens, columns]`.
     pub(super) updates: &'a mut [f32],
@@ -113,12 +113,13 @@ pub(super) fn scratch_elems(sizes: &Sizes, v_to_k: &[usize], together: usize, is
 }
 
 fn key_head_elems(sizes: &Sizes) -> usize {
-    sizes.segment_tokens() * (2 * sizes.key_dim + 2 + 2 * CHUNK)
+    sizes.segment_tokens() * (2 * sizes.key_dim + CHUNK + sizes.of_delta(2 + CHUNK))
 }
 
 fn value_head_elems(sizes: &Sizes, is_backward: bool) -> usize {
     let (tokens, slots) = (sizes.segment_tokens(), sizes.slots());
-    let forward = tokens * (2 + CHUNK + 2 * sizes.value_dim) + (1 + slots) * sizes.key_dim * sizes.value_dim;
+    let forward = tokens * (2 + sizes.of_delta(CHUNK) + 2 * sizes.value_dim)
+        + (1 + slots) * sizes.key_dim * sizes.value_dim;
     let backward = tokens * 2 * sizes.value_dim + (1 + slots) * sizes.key_dim * sizes.value_dim;
     forward + if is_backward { backward } else { 0 }
 }
@@ -159,7 +160,7 @@ impl<'a> HeadBuffers<'a> {
                     key: keys.len(),
                     decay: take(tokens),
                     beta: take(tokens),
-                    inverse: take(tokens * CHUNK),
+                    inverse: take(sizes.of_delta(tokens * CHUNK)),
                     dout: take(only_backward(tokens * value_dim)),
                     blocks,
                 });
@@ -169,10 +170,10 @@ impl<'a> HeadBuffers<'a> {
                 head: key_head,
                 q: take(tokens * key_dim),
                 k: take(tokens * key_dim),
-                q_inverse_norms: take(tokens),
-                k_inverse_norms: take(tokens),
+                q_inverse_norms: take(sizes.of_delta(tokens)),
+                k_inverse_norms: take(sizes.of_delta(tokens)),
                 qk: take(tokens * CHUNK),
-                kk: take(tokens * CHUNK),
+                kk: take(sizes.of_delta(tokens * CHUNK)),
             });
         }
         Self { keys, values }

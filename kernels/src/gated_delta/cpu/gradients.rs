@@ -23,14 +23,16 @@ pub(super) struct Outputs<'a, T> {
     dv: HeadsMut<'a, T>,
     dg: HeadsMut<'a, f32>,
     dbeta: HeadsMut<'a, f32>,
+    dskip: Option<HeadsMut<'a, f32>>,
 }
 
 impl<'a, T> Outputs<'a, T> {
     pub(super) fn new(sizes: &Sizes, gradients: Gradients<'a, T>) -> Self {
-        let Gradients { dq, dk, dv, dg, dbeta } = gradients;
+        let Gradients { dq, dk, dv, dg, dbeta, dskip } = gradients;
         let keys = |elements| HeadsMut::new(elements, sizes.seq_len, sizes.key_heads, sizes.key_dim);
         let gates = |elements| HeadsMut::new(elements, sizes.seq_len, sizes.value_heads, 1);
-        Self { dq: keys(dq), dk: keys(dk), dv: sizes.values_mut(dv), dg: gates(dg), dbeta: gates(dbeta) }
+        let (dv, dskip) = (sizes.values_mut(dv), dskip.map(gates));
+        Self { dq: keys(dq), dk: keys(dk), dv, dg: gates(dg), dbeta: gates(dbeta), dskip }
     }
 }
 
@@ -62,7 +64,7 @@ pub(super) fn chunks<T: Float>(
             dk.fill(0.0);
             let mut buffers = Buffers { dq, dk, term, da, dl, updates, gradients, state };
             for value in heads.values.iter().filter(|value| value.key == index) {
-                let of_head = ChunkGradients::new(&problem.sizes, key, value, segment, chunk);
+                let of_head = ChunkGradients::new(problem, key, value, segment, chunk);
                 of_head.write(outputs, &mut buffers);
             }
             write_keys(problem, key, (segment, chunk), outputs, [buffers.dq, buffers.dk]);
@@ -70,7 +72,7 @@ pub(super) fn chunks<T: Float>(
     });
 }
 
-/// Passes the gradients of normalized queries and keys through the normalization.
+/// Passes the gradients of queries and keys through the normalization of the delta rule.
 fn write_keys<T: Float>(
     problem: &Problem<'_, T>,
     key: &KeyHead<'_>,
@@ -80,9 +82,11 @@ fn write_keys<T: Float>(
 ) {
     let (rows, dim, at) = (segment.rows(chunk), problem.sizes.key_dim, (key.sequence, key.head));
     let of_chunk = rows.start * dim..rows.end * dim;
-    let (q, k) = (&key.q[of_chunk.clone()], &key.k[of_chunk]);
-    normalize_backward(q, dim, problem.query_scale(), &key.q_inverse_norms[rows.clone()], dq);
-    normalize_backward(k, dim, 1.0, &key.k_inverse_norms[rows], dk);
+    if problem.sizes.is_delta {
+        let (q, k) = (&key.q[of_chunk.clone()], &key.k[of_chunk]);
+        normalize_backward(q, dim, problem.query_scale(), &key.q_inverse_norms[rows.clone()], dq);
+        normalize_backward(k, dim, 1.0, &key.k_inverse_norms[rows], dk);
+    }
     // SAFETY: no other task has these tokens of this sequence and key head.
     unsafe { outputs.dq.head(at, &chunk.tokens) }.round_from(dq);
     // SAFETY: as above.
@@ -113,35 +117,38 @@ struct ChunkGradients<'a, 'b> {
     kk: &'a [f32],
     decay: &'a [f32],
     beta: &'a [f32],
+    skip: Option<f32>,
     decays: [f32; CHUNK],
     decays_to_end: [f32; CHUNK],
-    /// Gradients of γ and β.
+    /// Gradients of γ, β and the skip connection.
     sums: Sums,
 }
 
 struct Sums {
     decay: [f32; CHUNK],
     beta: [f32; CHUNK],
+    skip: [f32; CHUNK],
 }
 
 impl<'a, 'b> ChunkGradients<'a, 'b> {
-    fn new(
-        sizes: &'a Sizes,
+    fn new<T: Float>(
+        problem: &'a Problem<'_, T>,
         key: &'a KeyHead<'_>,
         value: &'a ValueHead<'b>,
         segment: &Segment,
         chunk: &'a Chunk,
     ) -> Self {
-        let rows = segment.rows(chunk);
+        let (sizes, rows) = (&problem.sizes, segment.rows(chunk));
         let of =
             |rows_of_segment: &'a [f32], width: usize| &rows_of_segment[rows.start * width..rows.end * width];
         let (q, k) = (of(key.q, sizes.key_dim), of(key.k, sizes.key_dim));
-        let (qk, kk) = (of(key.qk, CHUNK), of(key.kk, CHUNK));
+        let (qk, kk) = (of(key.qk, CHUNK), of(key.kk, sizes.of_delta(CHUNK)));
         let (decay, beta) = (of(value.decay, 1), of(value.beta, 1));
         let (mut decays, mut decays_to_end) = ([0.0; CHUNK], [0.0; CHUNK]);
         exponentials(decay, &mut decays, &mut decays_to_end);
-        let sums = Sums { decay: [0.0; CHUNK], beta: [0.0; CHUNK] };
-        Self { sizes, value, chunk, rows, q, k, qk, kk, decay, beta, decays, decays_to_end, sums }
+        let sums = Sums { decay: [0.0; CHUNK], beta: [0.0; CHUNK], skip: [0.0; CHUNK] };
+        let skip = problem.skip.map(|skip| skip[value.head]);
+        Self { sizes, value, chunk, rows, q, k, qk, kk, decay, beta, skip, decays, decays_to_end, sums }
     }
 
     fn len(&self) -> usize {
@@ -170,6 +177,10 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         unsafe { outputs.dg.head(at, tokens) }.round_from(&self.sums.decay[..len]);
         // SAFETY: as above.
         unsafe { outputs.dbeta.head(at, tokens) }.round_from(&self.sums.beta[..len]);
+        if let Some(dskip) = &outputs.dskip {
+            // SAFETY: as above.
+            unsafe { dskip.head(at, tokens) }.round_from(&self.sums.skip[..len]);
+        }
     }
 
     /// Updates and gradients of β∘errors, `[Dv, CHUNK]`.
@@ -214,13 +225,20 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         let len = self.len();
         let Buffers { dq, dk, da, dl, updates, gradients, .. } = buffers;
         let updates = self.transposed(updates);
-        let (of_a, of_l) = (MatMut::new(da, len, len, CHUNK), MatMut::new(dl, len, len, CHUNK));
-        multiply_f32(of_a, Store::Overwrite, 1.0, self.dout(), updates);
+        multiply_f32(MatMut::new(da, len, len, CHUNK), Store::Overwrite, 1.0, self.dout(), updates);
+        let (q, k) = (self.keys(self.q), self.keys(self.k));
+        if !self.sizes.is_delta {
+            attention_gradients(self.qk, self.decay, da, &mut self.sums.decay);
+            let da = Mat::new(da, len, len, CHUNK);
+            multiply_f32(self.keys_mut(dq), Store::Add, 1.0, da, k);
+            multiply_f32(self.keys_mut(dk), Store::Add, 1.0, da.t(), q);
+            return;
+        }
+        let of_l = MatMut::new(dl, len, len, CHUNK);
         multiply_f32(of_l, Store::Overwrite, -1.0, self.transposed(gradients).t(), updates);
         let products = Products { qk: self.qk, kk: self.kk, decay: self.decay, beta: self.beta };
         pair_gradients(products, da, dl, &mut self.sums);
         let (da, dl) = (Mat::new(da, len, len, CHUNK), Mat::new(dl, len, len, CHUNK));
-        let (q, k) = (self.keys(self.q), self.keys(self.k));
         multiply_f32(self.keys_mut(dq), Store::Add, 1.0, da, k);
         multiply_f32(self.keys_mut(dk), Store::Add, 1.0, da.t(), q);
         multiply_f32(self.keys_mut(dk), Store::Add, 1.0, dl, k);
@@ -233,6 +251,9 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         let (len, dim) = (self.len(), self.sizes.key_dim);
         multiply_f32(self.keys_mut(term), Store::Overwrite, 1.0, self.dout(), state);
         add_terms(term, &self.decays[..len], self.q, dim, dq, &mut self.sums.decay);
+        if !self.sizes.is_delta {
+            return;
+        }
         multiply_f32(self.keys_mut(term), Store::Overwrite, -1.0, self.transposed(gradients).t(), state);
         let mut factors = self.decays;
         factors.iter_mut().zip(self.beta).for_each(|(factor, beta)| *factor *= beta);
@@ -274,11 +295,12 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         Mat::new(into, self.sizes.value_dim, dim, stride)
     }
 
-    /// Writes the gradient of the values, and adds that of the rates.
+    /// Writes the gradient of the values, and adds those of the rates and of the skip connection.
     fn write_values<T: Float>(&mut self, outputs: &Outputs<'_, T>, row: &mut [f32]) {
         let at = (self.value.sequence, self.value.head);
         // SAFETY: no other task has these tokens of this sequence and value head.
         let mut dv = unsafe { outputs.dv.head(at, &self.chunk.tokens) };
+        let dim = self.sizes.value_dim;
         for block in &self.value.blocks {
             let width = block.columns.len();
             for (token, row_of_segment) in self.rows.clone().enumerate() {
@@ -288,6 +310,11 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
                 self.sums.beta[token] += dot(gradients, errors);
                 let row = &mut row[..width];
                 row.iter_mut().zip(gradients).for_each(|(row, gradient)| *row = self.beta[token] * gradient);
+                if let Some(skip) = self.skip {
+                    let dout = &self.value.dout[row_of_segment * dim..][block.columns.clone()];
+                    row.iter_mut().zip(dout).for_each(|(row, dout)| *row += skip * dout);
+                    self.sums.skip[token] += dot(dout, errors);
+                }
                 T::round(row, &mut dv.row(token)[block.columns.clone()]);
             }
         }
@@ -333,6 +360,24 @@ simd_kernel! {
             for j in 0..i {
                 dl[j * CHUNK + i] = dl[i * CHUNK + j];
             }
+        }
+    }
+}
+
+simd_kernel! {
+    /// Replaces the gradient of A by that of the products of queries and keys. Adds that of γ.
+    fn attention_gradients<S>(qk: &[f32], decay: &[f32], da: &mut [f32], of_decay: &mut [f32; CHUNK]) {
+        let len = decay.len();
+        for (i, (da, qk)) in da.chunks_exact_mut(CHUNK).zip(qk.chunks_exact(CHUNK)).take(len).enumerate() {
+            let mut sum = 0.0;
+            for j in 0..i {
+                da[j] *= simd::exp::<S>(decay[i] - decay[j]);
+                let of_pair = da[j] * qk[j];
+                sum += of_pair;
+                of_decay[j] -= of_pair;
+            }
+            of_decay[i] += sum;
+            da[i + 1..len].fill(0.0);
         }
     }
 }

@@ -40,15 +40,16 @@ pub(super) fn prepare<T: Float>(problem: &Problem<'_, T>, heads: &mut HeadBuffer
     for key in &mut heads.keys {
         let Some(segment) = step.segment(key.sequence) else { continue };
         let (at, dim) = ((key.sequence, key.head), problem.sizes.key_dim);
+        let of_delta = |width| problem.sizes.of_delta(width);
         let norms = [&mut *key.q_inverse_norms, &mut *key.k_inverse_norms];
-        let [q_norms, k_norms] = norms.map(|norms| (norms, 1));
+        let [q_norms, k_norms] = norms.map(|norms| (norms, of_delta(1)));
         let rows = [
             (&mut *key.q, dim),
             (&mut *key.k, dim),
             q_norms,
             k_norms,
             (&mut *key.qk, CHUNK),
-            (&mut *key.kk, CHUNK),
+            (&mut *key.kk, of_delta(CHUNK)),
         ];
         for (chunk, rows) in segment.chunks.iter().zip(by_chunk(rows, segment)) {
             let [q, k, q_inverse_norms, k_inverse_norms, qk, kk] = rows;
@@ -62,9 +63,10 @@ pub(super) fn prepare<T: Float>(problem: &Problem<'_, T>, heads: &mut HeadBuffer
     for value in &mut heads.values {
         let Some(segment) = step.segment(value.sequence) else { continue };
         let at = (value.sequence, value.head);
-        let rows = [(&mut *value.decay, 1), (&mut *value.beta, 1), (&mut *value.inverse, CHUNK)];
+        let inverse = (&mut *value.inverse, problem.sizes.of_delta(CHUNK));
+        let rows = [(&mut *value.decay, 1), (&mut *value.beta, 1), inverse];
         for (chunk, [decay, beta, inverse]) in segment.chunks.iter().zip(by_chunk(rows, segment)) {
-            let kk = &heads.keys[value.key].kk[segment.rows(chunk).start * CHUNK..];
+            let kk = &heads.keys[value.key].kk[problem.sizes.of_delta(segment.rows(chunk).start * CHUNK)..];
             tasks.push(ValueTask { at, tokens: chunk.tokens.clone(), kk, decay, beta, inverse });
         }
     }
@@ -82,12 +84,15 @@ impl KeyTask<'_> {
         let (len, dim) = (tokens.len(), problem.sizes.key_dim);
         problem.q.gather_f32(at, &tokens, q);
         problem.k.gather_f32(at, &tokens, k);
-        normalize(q, dim, problem.query_scale(), q_inverse_norms);
-        normalize(k, dim, 1.0, k_inverse_norms);
+        let is_delta = problem.sizes.is_delta;
+        if is_delta {
+            normalize(q, dim, problem.query_scale(), q_inverse_norms);
+            normalize(k, dim, 1.0, k_inverse_norms);
+        }
         with_scratch(scratch_lengths(&problem.sizes), |[transposed]| {
             transpose_rows(k, (len, dim), dim, transposed, CHUNK);
             let columns = Mat::new(transposed, dim, len, CHUNK);
-            for (rows, products) in [(&*q, qk), (&*k, kk)] {
+            for (rows, products) in [(&*q, qk), (&*k, kk)].into_iter().take(1 + usize::from(is_delta)) {
                 let products = MatMut::new(products, len, len, CHUNK);
                 multiply_f32(products, Store::Overwrite, 1.0, Mat::new(rows, len, dim, dim), columns);
             }
@@ -105,7 +110,9 @@ impl ValueTask<'_> {
             sum += *decay;
             *decay = sum;
         }
-        invert(kk, decay, beta, inverse);
+        if problem.sizes.is_delta {
+            invert(kk, decay, beta, inverse);
+        }
     }
 }
 

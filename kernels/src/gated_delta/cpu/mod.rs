@@ -1,6 +1,6 @@
-//! The gated delta rule on slices, in chunks of 64 tokens (section 3.3 of the paper).
+//! Linear attention with a decaying state on slices, in chunks of 64 tokens (section 3.3 of the paper).
 //!
-//! With the sums γ of g from the start of a chunk, the state S before it and
+//! By the delta rule, with the sums γ of g from the start of a chunk, the state S before it and
 //! `Lᵢⱼ = βᵢ (kᵢ·kⱼ) exp(γᵢ − γⱼ)` for j < i, a chunk is a few matmuls:
 //!
 //! ```text
@@ -9,6 +9,8 @@
 //! O       = exp(γ)∘(Q S) + A updates,   Aᵢⱼ = (qᵢ·kⱼ) exp(γᵢ − γⱼ) for j ≤ i
 //! S       ← exp(γ_end) S + Kᵀ (exp(γ_end − γ)∘updates)
 //! ```
+//!
+//! Without the delta rule, errors are the values, L is 0, and O also has D∘V.
 //!
 //! (I + L)⁻¹ is computed for all chunks of a segment at once, in parallel, and so is O. Only errors, updates and S depend on
 //! the previous chunk. They are computed in parallel for blocks of columns of S, none of which depends on another. The
@@ -38,6 +40,8 @@ pub(super) struct Problem<'a, T> {
     pub(super) v: Heads<'a, T>,
     pub(super) g: Heads<'a, f32>,
     pub(super) beta: Heads<'a, f32>,
+    /// The skip connection of each value head.
+    pub(super) skip: Option<&'a [f32]>,
 }
 
 impl<'a, T: Float> Problem<'a, T> {
@@ -46,11 +50,12 @@ impl<'a, T: Float> Problem<'a, T> {
         layout: &'a DeltaLayout,
         [q, k, v]: [&'a [T]; 3],
         [g, beta]: [&'a [f32]; 2],
+        skip: Option<&'a [f32]>,
     ) -> Self {
         let keys = |elements| Heads::new(elements, sizes.seq_len, sizes.key_heads, sizes.key_dim);
         let gates = |elements| Heads::new(elements, sizes.seq_len, sizes.value_heads, 1);
         let (q, k, v) = (keys(q), keys(k), sizes.values(v));
-        Self { sizes, layout, q, k, v, g: gates(g), beta: gates(beta) }
+        Self { sizes, layout, q, k, v, g: gates(g), beta: gates(beta), skip }
     }
 
     /// The factor of the normalized queries.
@@ -62,6 +67,11 @@ impl<'a, T: Float> Problem<'a, T> {
 impl Sizes {
     fn values<'a, T: Copy>(&self, elements: &'a [T]) -> Heads<'a, T> {
         Heads::new(elements, self.seq_len, self.value_heads, self.value_dim)
+    }
+
+    /// A number of elements that only the delta rule has.
+    fn of_delta(&self, elems: usize) -> usize {
+        if self.is_delta { elems } else { 0 }
     }
 
     fn values_mut<'a, T>(&self, elements: &'a mut [T]) -> HeadsMut<'a, T> {
@@ -94,6 +104,8 @@ pub(super) struct Gradients<'a, T> {
     pub(super) dv: &'a mut [T],
     pub(super) dg: &'a mut [f32],
     pub(super) dbeta: &'a mut [f32],
+    /// Of each token.
+    pub(super) dskip: Option<&'a mut [f32]>,
 }
 
 /// Writes the output, and the states if there is memory for them.

@@ -8,13 +8,14 @@ use crate::cast::Float;
 use crate::matrix::{Mat, MatMut, Store, multiply_f32};
 use crate::simd::{self, simd_kernel};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// The lengths of the buffers of a task: A, and the output.
 pub(super) fn scratch_lengths(sizes: &Sizes) -> [usize; 2] {
     [CHUNK * CHUNK, CHUNK * sizes.value_dim]
 }
 
-/// Writes `O = exp(γ)∘(Q S) + A updates`.
+/// Writes `O = exp(γ)∘(Q S) + A updates`, and adds the skip connection if there is one.
 pub(super) fn forward<T: Float>(
     problem: &Problem<'_, T>,
     heads: &HeadBuffers<'_>,
@@ -32,10 +33,26 @@ pub(super) fn forward<T: Float>(
             let rows = segment.rows(chunk);
             attention(&key.qk[rows.start * CHUNK..], &value.decay[rows], a);
             chunk_output(&problem.sizes, key, value, (segment, chunk), a, output);
+            if let Some(skip) = problem.skip {
+                let rows = segment.rows(chunk);
+                add_skip(value, rows, skip[value.head], output, problem.sizes.value_dim);
+            }
             // SAFETY: no other task has these tokens of this sequence and value head.
             unsafe { o.head((value.sequence, value.head), &chunk.tokens) }.round_from(output);
         });
     });
+}
+
+/// Adds the values of some rows, times `skip`, to the output.
+fn add_skip(value: &ValueHead<'_>, rows: Range<usize>, skip: f32, output: &mut [f32], value_dim: usize) {
+    for block in &value.blocks {
+        let width = block.columns.len();
+        let values = block.errors[rows.start * width..rows.end * width].chunks_exact(width);
+        for (values, output) in values.zip(output.chunks_exact_mut(value_dim)) {
+            let output = output[block.columns.clone()].iter_mut();
+            output.zip(values).for_each(|(output, value)| *output += skip * value);
+        }
+    }
 }
 
 fn chunk_output(

@@ -2,7 +2,7 @@
 
 use super::super::segments::{CHUNK, Chunk, Segment};
 use super::buffers::{Block, COLUMNS, HeadBuffers, KeyHead, ValueHead};
-use super::{Problem, Step, with_scratch};
+use super::{Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::matrix::{Mat, MatMut, Store, multiply_f32};
 use crate::simd::{self, simd_kernel};
@@ -42,11 +42,14 @@ pub(super) fn forward<T: Float>(
 /// Writes the gradients of β · errors over those of the outputs' share of the updates, and the gradients of the states
 /// behind chunks.
 pub(super) fn backward<T: Float>(problem: &Problem<'_, T>, heads: &mut HeadBuffers<'_>, step: &Step<'_>) {
-    let value_dim = problem.sizes.value_dim;
     for_each_block(heads, step, |task, block| {
         with_scratch(scratch_lengths(), |mut buffers| {
             for chunk in task.segment.chunks.iter().rev() {
-                task.chunk(chunk).backward(value_dim, block, buffers.each_mut().map(|buffer| &mut **buffer));
+                task.chunk(chunk).backward(
+                    &problem.sizes,
+                    block,
+                    buffers.each_mut().map(|buffer| &mut **buffer),
+                );
             }
         });
     });
@@ -153,21 +156,26 @@ impl ChunkTask<'_, '_> {
         let (values, stride) = self.values(problem, &block.columns);
         let k = self.matrix(self.task.key.k, dim);
         match self.chunk.state {
-            None => {
-                block.state.fill(0.0);
-                T::widen_rows(values, stride, errors, width, [len, width]);
-            }
-            Some(slot) => {
-                block.states[slot * dim * width..][..dim * width].copy_from_slice(block.state);
+            None => block.state.fill(0.0),
+            Some(slot) => block.states[slot * dim * width..][..dim * width].copy_from_slice(block.state),
+        }
+        match self.chunk.state.filter(|_| problem.sizes.is_delta) {
+            None => T::widen_rows(values, stride, errors, width, [len, width]),
+            Some(_) => {
                 T::widen_rows(values, stride, a, width, [len, width]);
                 let state = Mat::new(block.state, dim, width, width);
                 multiply_f32(MatMut::new(errors, len, width, width), Store::Overwrite, 1.0, k, state);
                 subtract_recalled(errors, a, &self.decays, width);
             }
         }
-        scale_rows(errors, self.beta, b, width);
-        let scaled = Mat::new(b, len, width, width);
-        multiply_f32(MatMut::new(updates, len, width, width), Store::Overwrite, 1.0, self.inverse(), scaled);
+        if problem.sizes.is_delta {
+            scale_rows(errors, self.beta, b, width);
+            let scaled = Mat::new(b, len, width, width);
+            let updates = MatMut::new(updates, len, width, width);
+            multiply_f32(updates, Store::Overwrite, 1.0, self.inverse(), scaled);
+        } else {
+            scale_rows(errors, self.beta, updates, width);
+        }
         if self.chunk.dstate.is_some() {
             scale_rows(updates, &self.decays_to_end, b, width);
             scale(block.state, self.decay_of_chunk());
@@ -183,7 +191,7 @@ impl ChunkTask<'_, '_> {
         (data, stride)
     }
 
-    fn backward(&self, value_dim: usize, block: &mut Block<'_>, [a, b]: [&mut [f32]; 2]) {
+    fn backward(&self, sizes: &Sizes, block: &mut Block<'_>, [a, b]: [&mut [f32]; 2]) {
         let (len, width) = (self.len(), block.columns.len());
         let dim = block.state.len() / width;
         let gradients = &mut block.gradients[self.rows.start * width..self.rows.end * width];
@@ -197,12 +205,15 @@ impl ChunkTask<'_, '_> {
                 add_scaled_rows(gradients, a, &self.decays_to_end, width);
             }
         }
-        let dupdates = Mat::new(gradients, len, width, width);
-        multiply_f32(MatMut::new(a, len, width, width), Store::Overwrite, 1.0, self.inverse().t(), dupdates);
-        gradients.copy_from_slice(&a[..len * width]);
+        if sizes.is_delta {
+            let (into, dupdates) =
+                (MatMut::new(a, len, width, width), Mat::new(gradients, len, width, width));
+            multiply_f32(into, Store::Overwrite, 1.0, self.inverse().t(), dupdates);
+            gradients.copy_from_slice(&a[..len * width]);
+        }
         if self.chunk.state.is_some() {
             scale(block.dstate, self.decay_of_chunk());
-            let dout = self.matrix(self.task.dout, value_dim).columns(block.columns.clone());
+            let dout = self.matrix(self.task.dout, sizes.value_dim).columns(block.columns.clone());
             let (dout, _, [stride, _]) = dout.parts();
             f32::widen_rows(dout, stride, a, width, [len, width]);
             scale_rows_in_place(a, &self.decays[..len], width);
@@ -211,9 +222,11 @@ impl ChunkTask<'_, '_> {
                 multiply_f32(dstate, Store::Add, sign, lhs.t(), Mat::new(rows, len, width, width));
             };
             dstate(q, a, 1.0);
-            scale_rows(gradients, self.beta, b, width);
-            scale_rows_in_place(b, &self.decays[..len], width);
-            dstate(k, b, -1.0);
+            if sizes.is_delta {
+                scale_rows(gradients, self.beta, b, width);
+                scale_rows_in_place(b, &self.decays[..len], width);
+                dstate(k, b, -1.0);
+            }
         }
     }
 }

@@ -75,7 +75,8 @@ pub(super) fn forward(
     let layout = operands.layout;
     let table = layout.table(o.device())?;
     let outputs: Vec<_> = [o, scratch].into_iter().chain(states).collect();
-    let inputs = [&operands.named().map(|(_, tensor)| tensor)[..], &[&table]].concat();
+    let Operands { q, k, v, g, beta, .. } = *operands;
+    let inputs = [q, k, v, g, beta, &table];
     launcher.open_slices(&outputs, &inputs, |addresses| {
         let (outputs, inputs) = addresses.split_at(outputs.len());
         let [q, k, v, g, beta, table] = std::array::from_fn(|i| inputs[i]);
@@ -97,7 +98,7 @@ pub(super) fn backward(
     (dtype, sizes): (DType, &Sizes),
     operands: &Operands<'_>,
     [states, dout, scratch]: [&Tensor; 3],
-    &Gradients { dq, dk, dv, dg, dbeta }: &Gradients<'_>,
+    &Gradients { dq, dk, dv, dg, dbeta, .. }: &Gradients<'_>,
 ) -> Result<(), DeviceError> {
     let of_dtype = |name| Kernel::of_dtype(&GATED_DELTA_BACKWARD, name, dtype);
     let (output, chunks) = (of_dtype("gated_delta_output_backward")?, of_dtype("gated_delta_backward")?);
@@ -105,7 +106,8 @@ pub(super) fn backward(
     let again = Again::new(dtype)?;
     let layout = operands.layout;
     let table = layout.table(dq.device())?;
-    let inputs = [&operands.named().map(|(_, tensor)| tensor)[..], &[&table, states, dout]].concat();
+    let Operands { q, k, v, g, beta, .. } = *operands;
+    let inputs = [q, k, v, g, beta, &table, states, dout];
     launcher.open_slices(&[dq, dk, dv, dg, dbeta, scratch], &inputs, |addresses| {
         let [dq, dk, dv, dg, dbeta, scratch] = std::array::from_fn(|i| addresses[i]);
         let [q, k, v, g, beta, table, states, dout] = std::array::from_fn(|i| addresses[6 + i]);

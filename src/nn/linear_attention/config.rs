@@ -1,0 +1,75 @@
+//! Sizes and kind of a linear attention.
+
+use crate::nn::{GroupedHeads, HeadKind};
+
+/// The heads of a layer's linear attention, its convolution, and its kind.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinearAttentionConfig {
+    /// Key heads; queries have as many. In Mamba 2 the groups of B and C.
+    pub num_key_heads: usize,
+    /// Value heads; a multiple of the key heads.
+    pub num_value_heads: usize,
+    /// Elements per key head. In Mamba 2 the size of the state.
+    pub key_head_dim: usize,
+    /// Elements per value head.
+    pub value_head_dim: usize,
+    /// Tokens that the convolution reads, including the current one.
+    pub conv_width: usize,
+    /// The kind.
+    pub kind: LinearAttentionKind,
+}
+
+/// A kind of linear attention.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum LinearAttentionKind {
+    /// Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
+    GatedDeltaNet,
+    /// Mamba 2 (arXiv 2405.21060), as in Granite 4.
+    Mamba2(Mamba2Config),
+}
+
+/// Options of Mamba 2.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Mamba2Config {
+    /// The smallest and the largest time step.
+    pub time_step_limits: [f64; 2],
+    /// Whether the convolution has a bias.
+    pub conv_bias: bool,
+    /// Whether the projections have biases.
+    pub projection_bias: bool,
+}
+
+impl LinearAttentionConfig {
+    /// The heads.
+    pub fn heads(&self) -> GroupedHeads {
+        GroupedHeads { num_key_heads: self.num_key_heads, num_value_heads: self.num_value_heads }
+    }
+
+    /// Elements of all keys, of all queries.
+    pub fn key_dim(&self) -> usize {
+        self.num_key_heads * self.key_head_dim
+    }
+
+    /// Elements of all values.
+    pub fn value_dim(&self) -> usize {
+        self.num_value_heads * self.value_head_dim
+    }
+
+    /// The Mamba 2, if it is that.
+    pub fn mamba2(&self) -> Option<&Mamba2Config> {
+        match &self.kind {
+            LinearAttentionKind::GatedDeltaNet => None,
+            LinearAttentionKind::Mamba2(mamba) => Some(mamba),
+        }
+    }
+
+    /// The heads of the tensors that are exchanged before the state is computed: queries, keys, values, and each head's projections
+    /// for rate and decay; Mamba 2 has one for both.
+    pub fn exchanged(&self) -> &'static [HeadKind] {
+        use HeadKind::{Key, Value};
+        match self.kind {
+            LinearAttentionKind::GatedDeltaNet => &[Key, Key, Value, Value, Value],
+            LinearAttentionKind::Mamba2(_) => &[Key, Key, Value, Value],
+        }
+    }
+}

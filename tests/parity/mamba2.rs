@@ -1,0 +1,76 @@
+//! Hybrid models of Mamba 2 and attention (Granite 4) against the independent f64 reference: state and convolution see whole
+//! documents on every mesh, and nothing else.
+
+use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
+use crate::support::problems::{ADAMW, CONFIG, packed_batch, problem};
+use crate::support::reference::{Family, ReferenceConfig};
+use crate::support::sample::{axes, sampled};
+use serde_json::{Value, json};
+
+/// Two layers with Mamba 2 of four heads, one with attention.
+const HYBRID: ReferenceConfig =
+    ReferenceConfig { family: Family::GraniteHybrid, num_layers: 3, tie_word_embeddings: true, ..CONFIG };
+
+/// Packed documents, some shorter than the convolution, on uneven shards; with sp 5 a rank has no head of Mamba 2. `qkv_bias`: two
+/// groups, and biases of the projections.
+fn hybrid(qkv_bias: bool, ulysses: Value) -> Problem {
+    let extra = json!({ "ulysses": ulysses });
+    let config = ReferenceConfig { qkv_bias, ..HYBRID };
+    Problem { rule: Rule::AdamW(ADAMW), extra, ..problem(config, packed_batch()) }
+}
+
+fn layouts() -> impl Iterator<Item = Layout> {
+    let meshes = [(1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (1, 4), (1, 5)];
+    let with_stages = meshes.into_iter().flat_map(|(dp, sp)| [0, 1, 2, 3].map(|stage| layout(dp, sp, stage)));
+    let pipelines = [(1, 1), (2, 1), (1, 3)].map(|(dp, sp)| Layout { pp: 2, ..layout(dp, sp, 1) });
+    let divided = [(1, 1, 2), (1, 2, 2), (2, 1, 3), (1, 2, 3), (1, 1, 4)];
+    let divided = divided.map(|(dp, sp, tp)| Layout { tp, ..layout(dp, sp, 3) });
+    let rings = [(2, 2, 1), (2, 4, 1), (3, 3, 1), (2, 2, 2)];
+    let rings = rings.map(|(ring, sp, tp)| Layout { ring, tp, ..layout(1, sp, 2) });
+    let all = with_stages.chain(pipelines).chain(divided).chain(rings);
+    all.flat_map(|layout| [1, 2].map(|accumulation| Layout { accumulation, ..layout }))
+}
+
+#[test]
+fn mamba_2_is_the_same_on_every_mesh_with_and_without_features() {
+    let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
+    let tiles = || json!({ "tile_tokens": 5, "head_chunks": 2, "overlap_exchange": true });
+    let problems = [
+        hybrid(false, json!({})),
+        hybrid(true, json!({})),
+        hybrid(false, recompute(false)),
+        hybrid(true, recompute(true)),
+        hybrid(false, tiles()),
+        hybrid(true, tiles()),
+    ];
+    let expected: Vec<_> = problems.iter().map(|problem| problem.reference().unwrap()).collect();
+    let cases = layouts().flat_map(|layout| (0..problems.len()).map(move |number| (layout, number)));
+    let fits = |(Layout { sp, ring, tp, .. }, number): &(Layout, usize)| {
+        // Two groups of heads are divided over two ranks. A chunk of two has four heads.
+        (number % 2 == 0 || *tp <= 2) && (*number < 4 || sp / ring * tp <= 4 && *tp < 3)
+    };
+    for (layout, number) in
+        sampled(cases.filter(fits), |(layout, number)| [axes![number], layout.axes()].concat())
+    {
+        let outcome = problems[number].run(layout).unwrap();
+        assert_matches(&outcome, &expected[number], 5e-5, &format!("problem {number}, {layout:?}"));
+    }
+}
+
+#[test]
+fn the_gradients_of_mamba_2_have_the_scale_of_one_rank_with_sgd_and_clipping() {
+    let sgd = Problem { rule: Rule::Sgd { lr: 0.1 }, clip: Some(0.25), ..hybrid(true, json!({})) };
+    let expected = sgd.reference().unwrap();
+    for layout in
+        [layout(1, 1, 0), layout(2, 3, 3), layout(1, 5, 2), Layout { ring: 2, tp: 2, ..layout(1, 2, 2) }]
+    {
+        assert_matches(&sgd.run(layout).unwrap(), &expected, 2e-5, &format!("{layout:?}"));
+    }
+}
+
+#[test]
+fn more_ranks_of_tp_than_groups_of_heads_are_refused_by_name() {
+    let error =
+        format!("{:#}", hybrid(true, json!({})).run(Layout { tp: 3, ..layout(1, 1, 0) }).unwrap_err());
+    assert!(error.contains("layer model.layers.0") && error.contains("tp of 1 to 2 is valid"), "{error}");
+}
