@@ -46,7 +46,7 @@ impl Config {
     }
 
     /// Forgets that the file leaves the ring size to the model, because a mesh with a ring replaces it.
-    pub(super) fn state_ring(&mut self) {
+    pub(super) fn set_ring(&mut self) {
         self.autos.retain(|auto| auto.key != RING_SIZE);
     }
 }

@@ -83,7 +83,7 @@ impl RawConfig {
         config.notes.extend(self.note_on_rules(applied_rule.as_ref(), overrides).map(Note::warning));
         config.autos = resolve_autos(self, &config);
         if ring_size.is_some() {
-            config.state_ring();
+            config.set_ring();
         }
         Ok(config)
     }

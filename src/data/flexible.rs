@@ -31,8 +31,8 @@ impl StepPlan {
         seq_len: usize,
         options: LoaderOptions,
     ) -> Self {
-        let LoaderOptions { micro_batch, accumulation, placement, seed } = options;
-        let (dp_size, sp_size) = (placement.dp_size, placement.sharding.sp_size());
+        let LoaderOptions { micro_batch, accumulation, rank, seed } = options;
+        let (dp_size, sp_size) = (rank.dp_size, rank.sharding.sp_size());
         let tokens_per_rank = micro_batch.saturating_mul(seq_len.div_ceil(sp_size));
         let lens: Vec<usize> = documents.iter().map(|document| document.segment.tokens.len()).collect();
         let grid = RankGrid { dp_size, sp_size, tokens_per_rank };
@@ -64,7 +64,7 @@ impl StepPlan {
         options: LoaderOptions,
         micro_step: usize,
     ) -> Result<MicroBatch, DataError> {
-        let (dp_rank, sp_rank) = (options.placement.dp_rank, options.placement.sp_rank);
+        let (dp_rank, sp_rank) = (options.rank.dp_rank, options.rank.sp_rank);
         let micro_steps = self.assignment.micro_steps.len();
         let none = || DataError::RankOutOfRange { axis: "micro step", rank: micro_step, size: micro_steps };
         let block = self.assignment.block(micro_step, dp_rank, sp_rank).ok_or_else(none)?;

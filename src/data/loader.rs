@@ -20,11 +20,11 @@ use std::sync::Arc;
 ///
 /// ```
 /// use std::sync::Arc;
-/// use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
+/// use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, DataRank};
 ///
 /// let data = Arc::new(PackedSequences::new(Corpus::from_documents([(0..32).collect()])?, 8)?);
-/// let placement = Placement { dp_size: 1, dp_rank: 0, sharding: 2.into(), sp_rank: 1 };
-/// let options = LoaderOptions { seed: 1, micro_batch: 2, accumulation: 1, placement };
+/// let rank = DataRank { dp_size: 1, dp_rank: 0, sharding: 2.into(), sp_rank: 1 };
+/// let options = LoaderOptions { seed: 1, micro_batch: 2, accumulation: 1, rank };
 /// let batch = DataLoader::new(data, options)?.next_micro_batch()?;
 /// assert_eq!((batch.batch_size, batch.seq_len, batch.seq_len_local()), (2, 8, 4));
 /// # Ok::<(), ulysses::data::DataError>(())
@@ -69,14 +69,14 @@ impl DataLoader {
     }
 
     fn with_order(data: Dataset, options: LoaderOptions, order: SampleOrder) -> Result<Self, DataError> {
-        let LoaderOptions { micro_batch, accumulation, placement, .. } = options;
+        let LoaderOptions { micro_batch, accumulation, rank, .. } = options;
         for (name, count) in [("micro_batch", micro_batch), ("accumulation", accumulation)] {
             if count == 0 {
                 return Err(DataError::Zero { name });
             }
         }
-        placement.check()?;
-        let (dp_size, sp_size) = (placement.dp_size, placement.sharding.sp_size());
+        rank.check()?;
+        let (dp_size, sp_size) = (rank.dp_size, rank.sharding.sp_size());
         if data.seq_len() < sp_size {
             return Err(DataError::SeqLenBelowSp { seq_len: data.seq_len(), sp_size });
         }
@@ -167,21 +167,21 @@ impl DataLoader {
     /// # Errors
     /// When the number of consumed samples overflows, or data cannot be read.
     pub fn next_micro_batch(&mut self) -> Result<MicroBatch, DataError> {
-        let LoaderOptions { micro_batch, placement, .. } = self.options;
+        let LoaderOptions { micro_batch, rank, .. } = self.options;
         self.step_end()?;
         if let Some(cost) = self.cost {
             let batch = self.plan(&cost)?.micro_batch(&self.data, self.options, self.micro_step)?;
             self.advance(batch.flexible)?;
             return Ok(batch);
         }
-        let block = self.micro_step * placement.dp_size + placement.dp_rank;
+        let block = self.micro_step * rank.dp_size + rank.dp_rank;
         let first = self.samples_consumed + (block * micro_batch) as u64;
         let samples = first..first + micro_batch as u64;
         let sequences = samples.map(|sample| self.sample(sample)).collect::<Result<Vec<_>, _>>()?;
         let shard = GlobalBatch::from_sequences(sequences, self.data.seq_len()).micro_batch(
             0..micro_batch,
-            placement.sharding,
-            placement.sp_rank,
+            rank.sharding,
+            rank.sp_rank,
         )?;
         self.advance(None)?;
         Ok(shard)

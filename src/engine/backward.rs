@@ -2,8 +2,8 @@
 
 use super::engine::layer_unit;
 use super::forward::{LayerTape, Loss, Tape};
-use super::moment::Moment;
 use super::offload::{ActivationOffload, OffloadedTensor};
+use super::step_part::StepPart;
 use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
@@ -71,14 +71,14 @@ impl Engine {
             // once.
             let output_in_use = matches!(layer_tape, LayerTape::State(..)).then(|| output.take()).flatten();
             output.take().into_iter().for_each(|y| self.workspace.recycle(y));
-            self.begin_part(Moment::Backward { layer: self.layer_number(index) });
+            self.begin_part(StepPart::Backward { layer: self.layer_number(index) });
             self.read_ahead(layers.last())?;
             let (gradient, x) = self.backward_layer(chunk, index, layer_tape, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
             output_in_use.into_iter().for_each(|y| self.workspace.recycle(y));
             self.zero.reduce(layer_unit(index), boundary)?;
         }
-        self.begin_part(Moment::EmbeddingBackward);
+        self.begin_part(StepPart::EmbeddingBackward);
         let unit = self.input_of(chunk).1;
         let grads = unit.map_or(Ok(Vec::new()), |unit| self.zero.gradients(unit))?;
         let (of_chunk, _) = self.input_of(chunk);

@@ -6,10 +6,10 @@ use super::flops::layers_of_stages;
 use super::initialize::{attention, check_mesh, check_parameters, warn_about_candle_threads, zero_optimizer};
 use super::loss_scale::LossScaler;
 use super::memory::{PartPeak, PeakRecorder};
-use super::moment::Moment;
 use super::offload::{ActivationOffload, storage};
 use super::pipeline::Pipeline;
 use super::step::Accumulation;
+use super::step_part::StepPart;
 use super::times::{StepPhase, StepTimer, StepTimes, Timed};
 use crate::comm::{CallTimes, CommTimer, EachCall, MeshGroups, ProcessGroup, TrainingGroups};
 use crate::config::{Config, LrSchedule};
@@ -69,7 +69,7 @@ pub struct Engine {
     /// Records memory peaks while they are watched.
     pub(super) memory: Option<PeakRecorder>,
     /// The part of a step that began last.
-    pub(super) part: Option<Moment>,
+    pub(super) part: Option<StepPart>,
 }
 
 /// Creates the engine for `model` on this rank of the mesh. Allocates what the ZeRO stage keeps on this
@@ -245,7 +245,7 @@ impl Engine {
         if self.model.is_tied() { INPUT_UNIT } else { layer_unit(self.model.layers.len()) }
     }
 
-    /// Starts to record the memory peak of each part of a step ([`Moment`]). This costs a clock read and
+    /// Starts to record the memory peak of each part of a step ([`StepPart`]). This costs a clock read and
     /// some counter reads per part, and a few bytes of memory.
     pub fn watch_memory(&mut self) {
         self.memory = Some(PeakRecorder::start(false));
@@ -264,7 +264,7 @@ impl Engine {
     }
 
     /// Marks the beginning of a part of the step.
-    pub(super) fn begin_part(&mut self, at: Moment) {
+    pub(super) fn begin_part(&mut self, at: StepPart) {
         self.part = Some(at);
         if let Some(memory) = &mut self.memory {
             memory.begin(at);
@@ -272,7 +272,7 @@ impl Engine {
     }
 
     /// The part of a step that began last; `None` before the first step.
-    pub fn part(&self) -> Option<Moment> {
+    pub fn part(&self) -> Option<StepPart> {
         self.part
     }
 

@@ -44,7 +44,7 @@ fn weights(parameters: &[ParameterSpec]) -> u64 {
 ///
 /// # Errors
 /// As [`layers_of_stages`].
-pub fn state_stages(model: &Model, config: &mut Config) -> Result<(), StagesError> {
+pub fn set_stages(model: &Model, config: &mut Config) -> Result<(), StagesError> {
     let layers = layers_of_stages(model, config)?;
     if config.mesh.pp_size > 1 {
         let counts = layers.iter().map(ExactSizeIterator::len).collect();

@@ -3,8 +3,8 @@
 use super::blocks::SharedAttention;
 use super::engine::layer_unit;
 use super::local_tokens::{LocalTokens, tokens_of_rows};
-use super::moment::Moment;
 use super::offload::OffloadedTensor;
+use super::step_part::StepPart;
 use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::config::UlyssesConfig;
@@ -105,7 +105,7 @@ impl Engine {
     /// Runs a chunk of layers: a stage of the pipeline.
     pub(crate) fn forward_chunk(&mut self, batch: &MicroBatch, chunk: usize) -> Result<Loss, EngineError> {
         self.check_usable()?;
-        self.begin_part(Moment::Embedding);
+        self.begin_part(StepPart::Embedding);
         // A loss that was dropped without a backward pass leaves its head gathered.
         self.zero.release_all();
         self.check_batch(batch)?;
@@ -127,7 +127,7 @@ impl Engine {
             engine.timer.add(Timed::ForwardOfPart(index), begin)?;
             Ok(y)
         })?;
-        self.begin_part(Moment::Head);
+        self.begin_part(StepPart::Head);
         let _head = tracing::trace_span!("head").entered();
         if self.activation_offload.is_some() {
             // Free the layers' working memory, which the head cannot use.
@@ -279,7 +279,7 @@ impl Engine {
         let (mut x, input) = self.run_input(chunk, batch, ctx)?;
         let layers = self.layers_of(chunk);
         for index in layers.clone() {
-            self.begin_part(Moment::Forward { layer: self.layer_number(index) });
+            self.begin_part(StepPart::Forward { layer: self.layer_number(index) });
             let _layer = tracing::trace_span!("layer", layer = index).entered();
             let params = self.zero.parameters(layer_unit(index))?;
             let next = self.unit_after(chunk, index);

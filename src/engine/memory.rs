@@ -1,6 +1,6 @@
 //! Memory peaks of the parts of a step.
 
-use super::moment::Moment;
+use super::step_part::StepPart;
 use std::time::Instant;
 use ulysses_kernels::memory::{Peak, Peaks};
 
@@ -8,7 +8,7 @@ use ulysses_kernels::memory::{Peak, Peaks};
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PartPeak {
     /// The part.
-    pub at: Moment,
+    pub at: StepPart,
     /// Its start.
     pub start: Instant,
     /// Peak bytes, in total and by category. All zero unless the program's allocator
@@ -20,7 +20,7 @@ pub struct PartPeak {
 pub(super) struct PeakRecorder {
     peaks: Peaks,
     ended: Vec<PartPeak>,
-    current: Option<(Moment, Instant)>,
+    current: Option<(StepPart, Instant)>,
     /// Whether each micro batch replaces the parts of the previous one.
     is_last_only: bool,
 }
@@ -30,9 +30,9 @@ impl PeakRecorder {
         Self { peaks: Peaks::start(), ended: Vec::new(), current: None, is_last_only }
     }
 
-    pub(super) fn begin(&mut self, at: Moment) {
+    pub(super) fn begin(&mut self, at: StepPart) {
         self.end();
-        if self.is_last_only && at == Moment::Embedding {
+        if self.is_last_only && at == StepPart::Embedding {
             self.ended.clear();
         }
         self.current = Some((at, Instant::now()));

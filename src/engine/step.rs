@@ -1,6 +1,6 @@
 //! The optimizer step.
 
-use super::moment::Moment;
+use super::step_part::StepPart;
 use super::{Engine, EngineError, StepReport};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
@@ -88,14 +88,13 @@ impl Accumulation {
     }
 }
 
-/// Loss and gradient of a whole global batch, before the update.
+/// Loss of a whole global batch.
 #[derive(Debug, Clone, Copy)]
-struct GlobalGradient {
+struct GlobalLoss {
     loss: f64,
     valid_tokens: u64,
     /// Factor that unscales the stored gradients.
     factor: f64,
-    norm: f64,
 }
 
 impl Engine {
@@ -110,9 +109,10 @@ impl Engine {
         if self.accumulation.micro_steps() < self.micro_steps_per_step() {
             return Ok(None);
         }
-        self.begin_part(Moment::Update);
+        self.begin_part(StepPart::Update);
         self.check_sequences(self.accumulation.batch_hash)?;
-        let global = self.global_gradient()?;
+        let global = self.accumulated_loss()?;
+        let norm = global.factor * self.zero.gradient_sum_of_squares()?.sqrt();
         self.settle_all_messages()?;
         let Accumulation { tokens, flexible, .. } = std::mem::take(&mut self.accumulation);
         // Micro batches have the same size on all dp ranks, unless their documents are assigned one by one.
@@ -122,21 +122,21 @@ impl Engine {
         let loss_scale = self.scaler.scale();
         let is_empty = global.valid_tokens == 0;
         // Loss and norm are sums over the mesh, so all ranks skip or none does.
-        let is_finite = global.norm.is_finite() && global.loss.is_finite();
+        let is_finite = norm.is_finite() && global.loss.is_finite();
         let overflow = !is_empty && !is_finite;
         if overflow {
-            self.skip(global)?;
+            self.skip(global.loss, norm)?;
         } else if !is_empty {
-            self.update(global, lr)?;
+            self.update(global.factor, norm, lr)?;
         }
-        tracing::debug!(loss = global.loss, grad_norm = global.norm, lr, "stepped");
+        tracing::debug!(loss = global.loss, grad_norm = norm, lr, "stepped");
         let sent = self.bytes_sent();
         let comm_bytes = sent - std::mem::replace(&mut self.reported_bytes, sent);
         Ok(Some(StepReport {
             step: self.attempted_steps,
             loss: global.loss,
             lr,
-            grad_norm: global.norm,
+            grad_norm: norm,
             tokens,
             label_tokens: global.valid_tokens,
             skipped: is_empty || overflow,
@@ -153,7 +153,7 @@ impl Engine {
 
     /// Skips a step whose gradient is not finite. In f32 no other scale can help, and a run that only
     /// skips makes no progress: both are errors.
-    fn skip(&mut self, GlobalGradient { loss, norm, .. }: GlobalGradient) -> Result<(), EngineError> {
+    fn skip(&mut self, loss: f64, norm: f64) -> Result<(), EngineError> {
         let step = self.attempted_steps;
         if !self.config.precision.skips_overflow() {
             return Err(EngineError::NonFinite { step, loss, norm });
@@ -204,8 +204,7 @@ impl Engine {
             .collect()
     }
 
-    fn update(&mut self, global: GlobalGradient, lr: f64) -> Result<(), EngineError> {
-        let GlobalGradient { norm, factor, .. } = global;
+    fn update(&mut self, factor: f64, norm: f64, lr: f64) -> Result<(), EngineError> {
         self.consecutive_skips = 0;
         let clip = self.config.gradient_clipping;
         // The epsilon of torch.nn.utils.clip_grad_norm_.
@@ -226,11 +225,11 @@ impl Engine {
     /// # Errors
     /// An incomplete accumulation, or failed communication.
     pub fn global_loss(&self) -> Result<f64, EngineError> {
-        Ok(self.global_gradient()?.loss)
+        Ok(self.accumulated_loss()?.loss)
     }
 
-    /// Loss and gradient norm of a complete accumulation, over the whole mesh.
-    fn global_gradient(&self) -> Result<GlobalGradient, EngineError> {
+    /// Loss of a complete accumulation, over the whole mesh.
+    fn accumulated_loss(&self) -> Result<GlobalLoss, EngineError> {
         let (accumulation, done) = (self.micro_steps_per_step(), self.accumulation.micro_steps());
         if done < accumulation {
             return Err(EngineError::NotAtBoundary { accumulation, done });
@@ -243,8 +242,7 @@ impl Engine {
         };
         // The scale that the backward passes used: only `step` changes it, after this.
         let factor = factor / self.scaler.scale();
-        let norm = factor * self.zero.gradient_sum_of_squares()?.sqrt();
-        Ok(GlobalGradient { loss, valid_tokens: valid as u64, factor, norm })
+        Ok(GlobalLoss { loss, valid_tokens: valid as u64, factor })
     }
 
     /// Sums two numbers over dp, then over the ranks with other tokens, then over the stages.
@@ -266,7 +264,7 @@ impl Engine {
     /// # Errors
     /// An incomplete accumulation, or failed communication.
     pub fn gather_gradients(&self) -> Result<Vec<(String, Tensor)>, EngineError> {
-        let factor = self.global_gradient()?.factor;
+        let factor = self.accumulated_loss()?.factor;
         let gradients = self.gather_stage_tensors(self.zero.gather_gradients()?)?;
         let scaled = gradients.into_iter().map(|(name, gradient)| Ok((name, (gradient * factor)?)));
         scaled.collect()

@@ -4,7 +4,7 @@ use super::flops::document_cost;
 use super::times::StepPhase;
 use super::{Engine, EngineError, StepReport};
 use crate::data::{
-    DataError, DataLoader, Dataset, DocumentCost, GlobalBatch, LoaderOptions, MicroBatch, Placement,
+    DataError, DataLoader, DataRank, Dataset, DocumentCost, GlobalBatch, LoaderOptions, MicroBatch,
 };
 use candle_core::Tensor;
 use std::error::Error;
@@ -28,7 +28,7 @@ pub struct BatchOutcome {
 
 impl Engine {
     /// Creates this rank's loader of `data`, with the config's seed and batch sizes and the engine's
-    /// placement on the mesh. (The counterpart of DeepSpeed's `deepspeed_io`.)
+    /// coordinates on the mesh. (The counterpart of DeepSpeed's `deepspeed_io`.)
     ///
     /// # Errors
     /// Sequences of fewer tokens than there are sp ranks.
@@ -37,7 +37,7 @@ impl Engine {
             seed: self.config.seed,
             micro_batch: self.config.micro_batch_size,
             accumulation: self.config.gradient_accumulation_steps,
-            placement: self.placement(),
+            rank: self.data_rank(),
         };
         let loader = DataLoader::new(data, options)?;
         Ok(match self.document_cost() {
@@ -46,10 +46,10 @@ impl Engine {
         })
     }
 
-    /// This rank's placement on the mesh, for the data loader.
-    pub fn placement(&self) -> Placement {
+    /// The coordinates of this rank on the axes that split the data.
+    pub fn data_rank(&self) -> DataRank {
         let (dp, sp) = (&self.groups.dp, &self.groups.sp);
-        Placement {
+        DataRank {
             dp_size: dp.world_size(),
             dp_rank: dp.rank(),
             sharding: self.config.seq_sharding(),
@@ -73,7 +73,7 @@ impl Engine {
             let what = "the number of sequences of its global batch";
             return Err(EngineError::MicroBatch { what, got, expected });
         }
-        let Placement { dp_size, dp_rank, sharding, sp_rank } = self.placement();
+        let DataRank { dp_size, dp_rank, sharding, sp_rank } = self.data_rank();
         let size = self.config.micro_batch_size;
         let part = |micro_step: usize| {
             let first = (micro_step * dp_size + dp_rank) * size;

@@ -10,7 +10,7 @@ mod grid;
 use super::search::Search;
 use super::{Candidate, Criteria, MemoryBudget, RankPlan, Workload};
 use crate::config::MachineProfile;
-use crate::engine::{EngineError, Moment};
+use crate::engine::{EngineError, StepPart};
 use grid::{Grid, Point, Setting};
 use std::cmp::{Ordering, Reverse};
 
@@ -186,7 +186,7 @@ impl FitSearch {
 
 /// Returns the peak memory of forward and backward passes of layers.
 fn peak_of_layers(plan: &RankPlan) -> u64 {
-    let is_layer = |at: Moment| matches!(at, Moment::Forward { .. } | Moment::Backward { .. });
+    let is_layer = |at: StepPart| matches!(at, StepPart::Forward { .. } | StepPart::Backward { .. });
     plan.timeline.iter().filter(|moment| is_layer(moment.at)).map(|moment| moment.bytes).max().unwrap_or(0)
 }
 

@@ -48,7 +48,7 @@ pub use tensor_rank::{check_tensor_parallel, layers_of_tp_ranks};
 pub use time::StepTime;
 
 use crate::config::Config;
-use crate::engine::{EngineError, state_stages};
+use crate::engine::{EngineError, set_stages};
 use crate::mesh::{DeviceMesh, shard_range};
 use crate::model::{Model, ModelConfig};
 use crate::nn::{AttentionConfig, HeadChunk, HeadShare, LayerError, MixerConfig};
@@ -253,7 +253,7 @@ impl Workload {
         let mut workload = self.clone();
         if let (Some(_), Ok(model)) = (self.config.ulysses.seq_len, Model::new(&self.model)) {
             // What this refuses is refused by the plan.
-            let _ = state_stages(&model, &mut workload.config);
+            let _ = set_stages(&model, &mut workload.config);
         }
         workload.config.ulysses.seq_len = Some(seq_len);
         workload

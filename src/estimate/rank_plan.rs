@@ -3,7 +3,7 @@
 use super::dry_run::DryStep;
 use super::event::{Event, Pass, Purpose};
 use super::nodes::{Nodes, SentBytes};
-use crate::engine::{Moment, PartPeak};
+use crate::engine::{PartPeak, StepPart};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 use ulysses_kernels::memory::Category;
@@ -20,7 +20,7 @@ pub struct RankPlan {
     pub peak_bytes: u64,
     /// The part of the step with the peak.
     #[serde(serialize_with = "as_text")]
-    pub peak_at: Moment,
+    pub peak_at: StepPart,
     /// The peak by category.
     #[serde(serialize_with = "by_name")]
     pub peak_by_category: ByCategory,
@@ -47,7 +47,7 @@ pub struct RankPlan {
 pub struct MomentMemory {
     /// The part of the step.
     #[serde(serialize_with = "as_text")]
-    pub at: Moment,
+    pub at: StepPart,
     /// Total bytes.
     pub bytes: u64,
     /// Bytes by category.
@@ -90,7 +90,8 @@ impl RankPlan {
         let mut moments: Vec<MomentMemory> = step.parts.iter().map(moment).collect();
         let peak = moments.iter().rev().max_by_key(|moment| moment.bytes);
         let Some(peak) = peak.cloned() else { unreachable!("a step has moments") };
-        let last_micro_batch = moments.iter().rposition(|moment| moment.at == Moment::Embedding).unwrap_or(0);
+        let last_micro_batch =
+            moments.iter().rposition(|moment| moment.at == StepPart::Embedding).unwrap_or(0);
         let mut sent = SentBytes::default();
         sent_by_purpose.values().try_for_each(|of_purpose| sent.add(*of_purpose, 1))?;
         Some(Self {
@@ -122,7 +123,7 @@ fn largest_of_each_part(moments: Vec<MomentMemory>) -> Vec<MomentMemory> {
     parts
 }
 
-fn as_text<S: Serializer>(moment: &Moment, serializer: S) -> Result<S::Ok, S::Error> {
+fn as_text<S: Serializer>(moment: &StepPart, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(moment)
 }
 

@@ -4,7 +4,7 @@ use super::error::TrainerError;
 use crate::checkpoint::{Checkpoint, CheckpointError, DataCursor};
 use crate::config::Config;
 use crate::data::{
-    DataError, DataLoader, Dataset, DocumentCost, FlexibleStep, LoaderOptions, MicroBatch, Placement,
+    DataError, DataLoader, DataRank, Dataset, DocumentCost, FlexibleStep, LoaderOptions, MicroBatch,
     ReadAhead,
 };
 use crate::engine::Passes;
@@ -197,7 +197,7 @@ impl DataStream {
     pub(super) fn new(
         data: TrainingData,
         config: &Config,
-        placement: Placement,
+        rank: DataRank,
         cost: Option<DocumentCost>,
     ) -> Result<Self, TrainerError> {
         data.check_phases(config)?;
@@ -208,7 +208,7 @@ impl DataStream {
             seed: config.seed,
             micro_batch: config.micro_batch_size,
             accumulation: config.gradient_accumulation_steps,
-            placement,
+            rank,
         };
         let limit = Limit::of(config)?;
         let passes = |phase: &Phase| Passes {

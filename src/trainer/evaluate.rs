@@ -37,8 +37,8 @@ pub fn evaluate(
     data: &Dataset,
     max_sequences: Option<u64>,
 ) -> Result<Evaluation, TrainerError> {
-    let (micro_batch, placement) = (engine.config().micro_batch_size, engine.placement());
-    let options = LoaderOptions { seed: 0, micro_batch, accumulation: 1, placement };
+    let (micro_batch, rank) = (engine.config().micro_batch_size, engine.data_rank());
+    let options = LoaderOptions { seed: 0, micro_batch, accumulation: 1, rank };
     let num_sequences = (data.num_sequences() as u64).min(max_sequences.unwrap_or(u64::MAX));
     let mut loader = DataLoader::once_in_order(data.clone(), options)?.ending_at(num_sequences);
     let micro_batches = loader.steps_left().unwrap_or(0);

@@ -1,7 +1,7 @@
 //! The memory of a rank in each part of a step, for `run.json` and traces.
 
 use super::observer::{Observer, ObserverError, StepEnd};
-use crate::engine::Moment;
+use crate::engine::StepPart;
 use crate::engine::{Engine, PartPeak};
 use crate::kernels::device::{GpuMemory, gpu_memory};
 use crate::kernels::memory::{ByCategory, peak_bytes};
@@ -110,7 +110,7 @@ fn count_gpu(metrics: &mut Metrics, memory: GpuMemory, state: ByCategory) {
 }
 
 fn last_micro_batch(parts: &[PartPeak]) -> Vec<PartMemory> {
-    let first = parts.iter().rposition(|part| part.at == Moment::Embedding).unwrap_or(0);
+    let first = parts.iter().rposition(|part| part.at == StepPart::Embedding).unwrap_or(0);
     let part = |part: &PartPeak| PartMemory {
         at: part.at.to_string(),
         bytes: part.peak.bytes,

@@ -65,7 +65,7 @@ impl<'a> Trainer<'a> {
             return Err(TrainerError::NoHeldOutData);
         }
         let mut evaluations = EvaluationTracker::new(engine.config(), data.held_out_hash());
-        let mut data = DataStream::new(data, engine.config(), engine.placement(), engine.document_cost())?;
+        let mut data = DataStream::new(data, engine.config(), engine.data_rank(), engine.document_cost())?;
         prepare_output(&engine, &*group, &options)?;
         let checkpoints = Checkpoints::new(&engine, &group, options.output.as_deref())?;
         let memory = MemoryCheckpoints::new(&engine, &group, options.memory_dir.as_deref(), options.log)?;

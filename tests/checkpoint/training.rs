@@ -141,11 +141,9 @@ pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Resu
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let weights = RandomWeights { seed: SEED };
         let engine = initialize(Model::new(&model())?, &weights, &config, &groups)?;
-        let (micro_batch, placement) = (config.micro_batch_size, engine.placement());
-        let loader = DataLoader::new(
-            rows.clone(),
-            LoaderOptions { seed: SEED, micro_batch, accumulation, placement },
-        )?;
+        let (micro_batch, rank) = (config.micro_batch_size, engine.data_rank());
+        let loader =
+            DataLoader::new(rows.clone(), LoaderOptions { seed: SEED, micro_batch, accumulation, rank })?;
         // A separate group, so that steps do not count the traffic of checkpoints.
         let whole = groups.whole()?;
         let all = whole.split("checkpoint", Some(0), whole.rank())?.unwrap();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ulysses::checkpoint::{CheckpointError, DataCursor, SaveOptions, SavedCheckpoint, Saver, newest};
 use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
+use ulysses::data::{Corpus, DataLoader, DataRank, LoaderOptions, PackedSequences};
 use ulysses::engine::{EngineError, RunRecord, initialize};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, ModelConfig, RandomWeights, family};
@@ -80,8 +80,8 @@ fn train_rank(
         }
     };
     let mut engine = initialize(Model::new(&model())?, &RandomWeights { seed: SEED }, config, groups)?;
-    let placement = Placement::of(groups.mesh(), all.global_ranks()[all.rank()])?;
-    let options = LoaderOptions { seed: SEED, micro_batch: 1, accumulation: 1, placement };
+    let rank = DataRank::on_mesh(groups.mesh(), all.global_ranks()[all.rank()])?;
+    let options = LoaderOptions { seed: SEED, micro_batch: 1, accumulation: 1, rank };
     let mut loader = DataLoader::new(rows.clone(), options)?;
     if let Some(checkpoint) = newest(dir, &*all)?.checkpoint {
         engine.load_checkpoint(&checkpoint)?;

@@ -9,7 +9,7 @@ use ulysses::config::{
     Config, ConfigError, DynamicLossScale, LossScale, Offload, OptimizerConfig, Overrides, Precision,
     RawConfig, Sgd, ZeroStage,
 };
-use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
+use ulysses::data::{Corpus, DataLoader, DataRank, LoaderOptions, PackedSequences};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, RandomWeights, preset};
@@ -37,7 +37,7 @@ fn train_two_steps(config: &Config) -> anyhow::Result<Vec<(f64, f64)>> {
             seed: config.seed,
             micro_batch: config.micro_batch_size,
             accumulation: config.gradient_accumulation_steps,
-            placement: Placement::of(&mesh, rank.rank)?,
+            rank: DataRank::on_mesh(&mesh, rank.rank)?,
         };
         let mut loader = DataLoader::new(rows.clone(), options)?;
         let mut steps = Vec::new();

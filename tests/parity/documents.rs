@@ -7,8 +7,8 @@ use ulysses::comm::thread::LaunchError;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
 use ulysses::data::{
-    Corpus, DataLoader, GlobalBatch, IGNORED_LABEL, LoaderOptions, PackedSequence, PackedSequences, Packing,
-    Placement, ReadAhead,
+    Corpus, DataLoader, DataRank, GlobalBatch, IGNORED_LABEL, LoaderOptions, PackedSequence, PackedSequences,
+    Packing, ReadAhead,
 };
 use ulysses::engine::{Engine, initialize};
 use ulysses::memory::live_bytes;
@@ -157,10 +157,10 @@ fn concatenated_documents_see_each_other() {
     assert_eq!(sum.valid_tokens, LENS.iter().sum::<usize>() as u64 - 1, "borders are predicted too");
 }
 
-fn loader(placement: Placement, seed: u64) -> DataLoader {
+fn loader(rank: DataRank, seed: u64) -> DataLoader {
     let corpus = Corpus::from_documents(documents()).unwrap();
     let rows = Arc::new(PackedSequences::new(corpus, SEQ_LEN).unwrap());
-    DataLoader::new(rows, LoaderOptions { seed, micro_batch: 2, accumulation: 1, placement }).unwrap()
+    DataLoader::new(rows, LoaderOptions { seed, micro_batch: 2, accumulation: 1, rank }).unwrap()
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn sp_ranks_with_shards_of_different_sequences_are_named() {
         let error = on_mesh((2, 3), 4, |engine, rank| {
             // Rank 4 is the second of the second sp group.
             let seed = if rank.rank == 4 { 2 } else { 1 };
-            let mut loader = loader(Placement::of(&mesh, rank.rank)?, seed);
+            let mut loader = loader(DataRank::on_mesh(&mesh, rank.rank)?, seed);
             if evaluates {
                 engine.evaluate(&loader.next_micro_batch()?)?;
             } else {
@@ -201,7 +201,7 @@ fn a_rank_with_another_last_step_is_named() {
 
 #[test]
 fn batches_that_are_read_ahead_do_not_count_as_the_rank_s_memory() {
-    let mut ahead = ReadAhead::new(loader(Placement::single(), 1));
+    let mut ahead = ReadAhead::new(loader(DataRank::single(), 1));
     drop(ahead.next_micro_batch().unwrap());
     let before = live_bytes();
     for _ in 0..100 {

@@ -6,7 +6,7 @@ use super::{Report, pictures};
 use crate::template::render;
 use anyhow::Result;
 use serde_json::{Value, json};
-use ulysses::engine::Moment;
+use ulysses::engine::StepPart;
 use ulysses::estimate::{Candidate, MomentMemory, Workload};
 
 pub(super) fn text(report: &Report) -> Result<String> {
@@ -50,7 +50,7 @@ fn flops_per_token(report: &Report) -> f64 {
 /// Returns first and last layer, everything outside of layers, and the peak.
 fn shown_moments(Candidate { plan, .. }: &Candidate) -> Vec<&MomentMemory> {
     let layer = |moment: &MomentMemory| match moment.at {
-        Moment::Forward { layer } | Moment::Backward { layer } => Some(layer),
+        StepPart::Forward { layer } | StepPart::Backward { layer } => Some(layer),
         _ => None,
     };
     let layers = || plan.timeline.iter().filter_map(layer);

@@ -128,8 +128,8 @@ const BATCH: usize = 4;
 
 fn loader(data: &Arc<PackedSequences>, sizes: (usize, usize), ranks: (usize, usize)) -> DataLoader {
     let ((dp_size, sp_size), (dp_rank, sp_rank)) = (sizes, ranks);
-    let placement = Placement { dp_size, dp_rank, sharding: SeqSharding::from(sp_size), sp_rank };
-    let options = LoaderOptions { seed: 3, micro_batch: 1, accumulation: BATCH / dp_size, placement };
+    let rank = DataRank { dp_size, dp_rank, sharding: SeqSharding::from(sp_size), sp_rank };
+    let options = LoaderOptions { seed: 3, micro_batch: 1, accumulation: BATCH / dp_size, rank };
     DataLoader::new(data.clone(), options).unwrap()
 }
 

@@ -34,7 +34,7 @@ fn a_mixture_is_found_at_any_sample_and_depends_on_the_seed() {
 }
 
 fn single(seed: u64) -> LoaderOptions {
-    LoaderOptions { seed, micro_batch: 1, accumulation: 1, placement: Placement::single() }
+    LoaderOptions { seed, micro_batch: 1, accumulation: 1, rank: DataRank::single() }
 }
 
 /// The first token of each of the next samples.

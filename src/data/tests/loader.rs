@@ -19,9 +19,9 @@ fn loader(
     rank: usize,
     accumulation: usize,
 ) -> DataLoader {
-    let placement = Placement::of(mesh, rank).unwrap();
-    let micro_batch = 4 / (accumulation * placement.dp_size);
-    let options = LoaderOptions { seed: SEED, micro_batch, accumulation, placement };
+    let rank = DataRank::on_mesh(mesh, rank).unwrap();
+    let micro_batch = 4 / (accumulation * rank.dp_size);
+    let options = LoaderOptions { seed: SEED, micro_batch, accumulation, rank };
     DataLoader::new(sequences.clone(), options).unwrap()
 }
 
@@ -104,7 +104,7 @@ fn ranks_take_contiguous_sequences_of_each_micro_step() {
         seed: SEED,
         micro_batch: 2,
         accumulation: 2,
-        placement: Placement { dp_size: 2, dp_rank, ..Placement::single() },
+        rank: DataRank { dp_size: 2, dp_rank, ..DataRank::single() },
     };
     for dp_rank in 0..2 {
         let mut loader = DataLoader::new(sequences.clone(), options(dp_rank)).unwrap();
@@ -163,7 +163,7 @@ fn sequences_that_fill_the_last_batch_are_not_counted_as_consumed() {
 #[test]
 fn a_micro_batch_may_be_larger_than_the_corpus() {
     let sequences = Arc::new(packed(&[5], 4));
-    let options = LoaderOptions { seed: 0, micro_batch: 5, accumulation: 1, placement: Placement::single() };
+    let options = LoaderOptions { seed: 0, micro_batch: 5, accumulation: 1, rank: DataRank::single() };
     let mut loader = DataLoader::new(sequences, options).unwrap();
     let batch = loader.next_micro_batch().unwrap();
     let firsts: Vec<u32> = batch.input_ids.chunks(4).map(|sequence| sequence[0]).collect();
@@ -209,20 +209,20 @@ fn every_sequence_reaches_every_position_about_equally_often() {
 #[test]
 fn placement_comes_from_the_mesh() {
     let mesh = DeviceMesh::new(&[("dp", 2), ("tp", 2), ("sp", 3)], None).unwrap();
-    let expected = Placement { dp_size: 2, dp_rank: 1, sharding: 3.into(), sp_rank: 2 };
-    assert_eq!(Placement::of(&mesh, 8).unwrap(), expected);
-    assert_eq!(Placement::of(&mesh, 11).unwrap(), expected, "tp peers see the same data");
+    let expected = DataRank { dp_size: 2, dp_rank: 1, sharding: 3.into(), sp_rank: 2 };
+    assert_eq!(DataRank::on_mesh(&mesh, 8).unwrap(), expected);
+    assert_eq!(DataRank::on_mesh(&mesh, 11).unwrap(), expected, "tp peers see the same data");
     let only_tp = DeviceMesh::new(&[("tp", 2)], None).unwrap();
-    assert_eq!(Placement::of(&only_tp, 1).unwrap(), Placement::single());
+    assert_eq!(DataRank::on_mesh(&only_tp, 1).unwrap(), DataRank::single());
     for mesh in [&mesh, &only_tp] {
-        let error = Placement::of(mesh, 12).unwrap_err();
+        let error = DataRank::on_mesh(mesh, 12).unwrap_err();
         assert!(matches!(error, DataError::Mesh(MeshError::NotAMember { rank: 12, .. })), "{error:?}");
     }
 }
 
 #[test]
 fn invalid_loaders_are_errors() {
-    let good = LoaderOptions { seed: 0, micro_batch: 1, accumulation: 1, placement: Placement::single() };
+    let good = LoaderOptions { seed: 0, micro_batch: 1, accumulation: 1, rank: DataRank::single() };
     let fail = |options| DataLoader::new(eleven_sequences(), options).unwrap_err();
     assert!(matches!(
         fail(LoaderOptions { micro_batch: 0, ..good }),
@@ -235,8 +235,8 @@ fn invalid_loaders_are_errors() {
     let huge = fail(LoaderOptions { micro_batch: usize::MAX, accumulation: 2, ..good });
     assert!(matches!(huge, DataError::BatchTooLarge { .. }), "{huge:?}");
     let placed = |dp_size, dp_rank, sp_size: usize, sp_rank| {
-        let placement = Placement { dp_size, dp_rank, sharding: sp_size.into(), sp_rank };
-        fail(LoaderOptions { placement, ..good })
+        let rank = DataRank { dp_size, dp_rank, sharding: sp_size.into(), sp_rank };
+        fail(LoaderOptions { rank, ..good })
     };
     assert!(matches!(placed(2, 2, 1, 0), DataError::RankOutOfRange { axis: "dp", rank: 2, size: 2 }));
     assert!(matches!(placed(1, 0, 2, 3), DataError::RankOutOfRange { axis: "sp", rank: 3, size: 2 }));

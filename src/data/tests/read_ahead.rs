@@ -2,7 +2,7 @@ use super::*;
 use std::sync::Arc;
 
 fn loader() -> DataLoader {
-    let options = LoaderOptions { seed: 1, micro_batch: 2, accumulation: 3, placement: Placement::single() };
+    let options = LoaderOptions { seed: 1, micro_batch: 2, accumulation: 3, rank: DataRank::single() };
     DataLoader::new(Arc::new(packed(&[9, 100, 14, 3, 20], 16)), options).unwrap()
 }
 

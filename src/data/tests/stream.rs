@@ -27,9 +27,9 @@ fn datasets() -> Vec<(&'static str, Dataset)> {
 fn stream_hash(data: &Dataset, dp: usize, sp: usize, accumulation: usize, steps: &[usize]) -> Vec<String> {
     let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
     let loader = |rank| {
-        let placement = Placement::of(&mesh, rank).unwrap();
+        let rank = DataRank::on_mesh(&mesh, rank).unwrap();
         let micro_batch = TRAIN_BATCH / (dp * accumulation);
-        let options = LoaderOptions { seed: 5, micro_batch, accumulation, placement };
+        let options = LoaderOptions { seed: 5, micro_batch, accumulation, rank };
         // Ends in the middle of the last step.
         let end = (STEPS * TRAIN_BATCH - 3) as u64;
         let mut loader = DataLoader::new(data.clone(), options).unwrap().ending_at(end);
@@ -86,8 +86,8 @@ fn dp_1_2_and_4_see_the_same_stream_before_and_after_a_resume() {
 fn ranks_with_different_sequences_have_different_hashes() {
     let (_, data) = datasets().swap_remove(0);
     let batch = |seed, sp_rank| {
-        let placement = Placement { sharding: 2.into(), sp_rank, ..Placement::single() };
-        let options = LoaderOptions { seed, micro_batch: 2, accumulation: 1, placement };
+        let rank = DataRank { sharding: 2.into(), sp_rank, ..DataRank::single() };
+        let options = LoaderOptions { seed, micro_batch: 2, accumulation: 1, rank };
         DataLoader::new(data.clone(), options).unwrap().next_micro_batch().unwrap().batch_hash
     };
     assert_eq!(batch(1, 0), batch(1, 1));

@@ -10,7 +10,7 @@ use super::sources::{Sources, open_tokenizer};
 use crate::comm::{LaunchOptions, MeshGroups, RankContext};
 use crate::config::{Config, Overrides, RawConfig, Severity};
 use crate::data::Tokenizer;
-use crate::engine::{EngineError, check_offload, initialize, state_stages};
+use crate::engine::{EngineError, check_offload, initialize, set_stages};
 use crate::estimate::Workload;
 use crate::kernels::device::DeviceKind;
 use crate::kernels::linear::bf16_gemm_deprecation;
@@ -241,7 +241,7 @@ fn check_model(
     let cluster = ranks.rank_hosts().and_then(|hosts| hosts.cluster().ok());
     let ranks_per_node = cluster.map_or(world_size, |cluster| cluster.ranks_per_node);
     resolve_ring(&model.config, config, ranks_per_node);
-    state_stages(&Model::new(&model.config).or_usage()?, config).or_usage()?;
+    set_stages(&Model::new(&model.config).or_usage()?, config).or_usage()?;
     model.warn_of_length(config.longest_seq_len().unwrap_or_default(), ranks.log());
     for (_, seq_len) in seq_lens {
         check_exchange(&model.config, config.micro_batch_size, *seq_len, config)?;

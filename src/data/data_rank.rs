@@ -5,7 +5,7 @@ use crate::mesh::{DeviceMesh, SeqSharding};
 
 /// The coordinates of a rank on the axes that split the data: sequences over dp, the tokens of each sequence over sp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Placement {
+pub struct DataRank {
     /// Number of ranks with different sequences.
     pub dp_size: usize,
     /// The rank along dp.
@@ -16,8 +16,8 @@ pub struct Placement {
     pub sp_rank: usize,
 }
 
-impl Placement {
-    /// Returns the placement of a single rank: all sequences, unsharded.
+impl DataRank {
+    /// Returns a single rank: all sequences, unsharded.
     pub fn single() -> Self {
         Self { dp_size: 1, dp_rank: 0, sharding: SeqSharding::from(1), sp_rank: 0 }
     }
@@ -28,7 +28,7 @@ impl Placement {
     ///
     /// # Errors
     /// When the rank is not in the mesh.
-    pub fn of(mesh: &DeviceMesh, global_rank: usize) -> Result<Self, DataError> {
+    pub fn on_mesh(mesh: &DeviceMesh, global_rank: usize) -> Result<Self, DataError> {
         // A rank outside the mesh is an error even if the mesh has neither axis.
         mesh.coordinate(global_rank)?;
         let on = |axis| match mesh.has_axis(axis) {
@@ -59,5 +59,5 @@ pub struct LoaderOptions {
     /// Micro steps per step.
     pub accumulation: usize,
     /// The coordinates of the rank.
-    pub placement: Placement,
+    pub rank: DataRank,
 }

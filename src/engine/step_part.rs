@@ -4,7 +4,7 @@ use std::fmt;
 
 /// A part of a step. Layers are numbered from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Moment {
+pub enum StepPart {
     /// Start of a micro batch, with its embedding.
     Embedding,
     /// A layer's forward.
@@ -25,7 +25,7 @@ pub enum Moment {
     Update,
 }
 
-impl fmt::Display for Moment {
+impl fmt::Display for StepPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Embedding => f.write_str("embedding"),
