@@ -149,6 +149,9 @@ KERNEL(elementwise_add_blocks, float *__restrict__ sums, const float *__restrict
     KERNEL(elementwise_scale_##suffix, T *__restrict__ dst, float factor, u64 size) {                          \
         for_each_pack<kPack<T>>(size, is_aligned(dst), Scale<T>{dst, factor});                                 \
     }                                                                                                          \
+    KERNEL(elementwise_scale_by_##suffix, T *__restrict__ dst, const T *__restrict__ factor, u64 size) {       \
+        for_each_pack<kPack<T>>(size, is_aligned(dst), Scale<T>{dst, widen(*factor)});                         \
+    }                                                                                                          \
     KERNEL(elementwise_softcap_##suffix, T *__restrict__ dst, float cap, u64 size) {                           \
         for_each_pack<kPack<T>>(size, is_aligned(dst), Softcap<T>{dst, cap});                                  \
     }                                                                                                          \

@@ -50,6 +50,7 @@ pub(super) fn zero_optimizer(
         FlatLayout::new(unit.name.clone(), parameters, config.zero_world_size())
             .with_shards(unit.parameters.iter().map(|spec| spec.shard.as_deref().cloned()))
             .with_tied(|name| tied.iter().any(|tied| tied == name))
+            .with_frozen(|name| unit.parameters.iter().any(|spec| spec.is_constant && spec.name == name))
     };
     let layouts = units.iter().map(layout).collect();
     let fill = |(unit, parameter): (usize, usize), elements, out: &mut [f32]| {

@@ -177,6 +177,8 @@ impl ModelConfig {
             qkv_bias: false,
             o_bias: false,
             output_gate: false,
+            values_from_keys: false,
+            value_norm: false,
             sinks: false,
         };
         Self {

@@ -3,7 +3,7 @@
 use super::{FAMILIES, KnownModel, ModelConfig, ModelError, PRESETS, preset};
 
 /// Published models that this version does not support: the beginning of the name, and the reason.
-const UNSUPPORTED: [(&str, &str); 9] = [
+const UNSUPPORTED: [(&str, &str); 12] = [
     ("gpt-oss", "it has a mixture of experts and attention sinks"),
     ("mixtral", "it has a mixture of experts"),
     ("llama-4", "it has a mixture of experts"),
@@ -12,6 +12,9 @@ const UNSUPPORTED: [(&str, &str); 9] = [
     ("deepseek-v", "it has a mixture of experts and latent attention"),
     ("deepseek-r1", "it has a mixture of experts and latent attention"),
     ("gemma-3n", "it has embeddings per layer"),
+    ("gemma-4-e2b", "it has embeddings per layer"),
+    ("gemma-4-e4b", "it has embeddings per layer"),
+    ("gemma-4-26b-a4b", "it has a mixture of experts"),
     ("phi-3.5-moe", "it has a mixture of experts"),
 ];
 
@@ -70,7 +73,7 @@ mod tests {
             assert_eq!(config.num_parameters(), model.num_parameters, "{}", model.name);
             config.validate(model.name).unwrap();
         }
-        assert_eq!(known_models().count(), 71);
+        assert_eq!(known_models().count(), 72);
     }
 
     #[test]

@@ -35,7 +35,7 @@ mod smollm3;
 mod stablelm;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 29] = [
+pub static FAMILIES: [&Family; 30] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
@@ -46,6 +46,7 @@ pub static FAMILIES: [&Family; 29] = [
     &gemma::GEMMA,
     &gemma::GEMMA2,
     &gemma::GEMMA3,
+    &gemma::GEMMA4,
     &granite::GRANITE,
     &granite::GRANITE_HYBRID,
     &olmo::OLMO2,

@@ -129,6 +129,8 @@ impl HfConfig<'_> {
             qkv_bias: false,
             o_bias: false,
             output_gate: false,
+            values_from_keys: false,
+            value_norm: false,
             sinks: false,
         })
     }

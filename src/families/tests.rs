@@ -1,5 +1,6 @@
 //! Descriptions and parameters of the families.
 
+mod gemma;
 mod gpt;
 mod granite;
 mod lfm2;
@@ -42,6 +43,13 @@ fn descriptions() -> Vec<ModelConfig> {
     let capped = of_family("gemma2").with_attention(|layer| layer.softcap = Some(20.5));
     let capped = ModelConfig { final_softcap: Some(12.0), ..capped };
     let gemma = of_family("gemma3_text").with_attention(|layer| layer.scale = Some(1.0 / 168f64.sqrt()));
+    let mut gemma4 = of_family("gemma4_text").with_num_layers(3);
+    for (index, layer) in gemma4.attention_layers_mut().enumerate() {
+        match index {
+            1 => (layer.window, layer.head_dim, layer.rope) = (Some(7), 4, Some(500.0.into())),
+            _ => (layer.num_kv_heads, layer.values_from_keys) = (1, true),
+        }
+    }
     let mut exaone = of_family("exaone4");
     exaone.attention_layers_mut().next().unwrap().window = Some(7);
     exaone.attention_layers_mut().nth(1).unwrap().rope = None;
@@ -77,7 +85,8 @@ fn descriptions() -> Vec<ModelConfig> {
     let starcoder = of_family("starcoder2")
         .with_attention(|layer| (layer.window, layer.qkv_bias, layer.o_bias) = (Some(7), false, false));
     let starcoder = ModelConfig { mlp_bias: false, ..starcoder };
-    let others = [cohere, partly_rotated, granite, capped, gemma, exaone, glm, glm_with_biases, phi, qwen];
+    let others =
+        [cohere, partly_rotated, granite, capped, gemma, gemma4, exaone, glm, glm_with_biases, phi, qwen];
     let others = others.into_iter().chain([neox, ernie, nemotron, starcoder, lfm]).chain(hybrids);
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
@@ -145,7 +154,7 @@ fn every_family_and_scaling_round_trips() {
             let config = config.clone().with_attention(|layer| match &mut layer.rope {
                 Some(rope)
                     if layer.window.is_none()
-                        || !["gemma3_text", "olmo3"].contains(&config.family.model_type) =>
+                        || !["gemma3_text", "gemma4_text", "olmo3"].contains(&config.family.model_type) =>
                 {
                     rope.scaling = scaling;
                 }
@@ -207,6 +216,7 @@ fn every_family_has_the_parameters_of_its_published_checkpoints() {
     assert_eq!([names("cohere"), names("cohere2")], [side_by_side.clone(), side_by_side]);
     assert_eq!(names("gemma2"), format!("{projections} {sandwich}"));
     assert_eq!(names("gemma3_text"), format!("{projections} {sandwich} {qk_norms}"));
+    assert_eq!(names("gemma4_text"), format!("{projections} {sandwich} {qk_norms} layer_scalar"));
     let after = "post_attention_layernorm post_feedforward_layernorm";
     assert_eq!(names("olmo2"), format!("{projections} {after} {qk_norms}"));
     let glm = "input_layernorm post_self_attn_layernorm post_attention_layernorm post_mlp_layernorm";
@@ -215,42 +225,6 @@ fn every_family_has_the_parameters_of_its_published_checkpoints() {
     assert_eq!(names("glm4"), format!("{projections} {glm}"));
     let fused = "self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj";
     assert_eq!(names("phi3"), format!("{fused} input_layernorm post_attention_layernorm"));
-}
-
-#[test]
-fn gemma_is_read_as_written_by_every_version_of_transformers() {
-    let first = of_family("gemma3_text");
-    assert_eq!((first.norm_offset, first.multipliers.embedding), (1.0, 24f64.sqrt()));
-    let old = json!({
-        "sliding_window_pattern": 2, "sliding_window": 9, "rope_local_base_freq": 500,
-        "rope_theta": 2e6, "rope_scaling": { "rope_type": "linear", "factor": 8.0 },
-    });
-    let new = json!({
-        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9,
-        "rope_parameters": {
-            "full_attention": { "rope_type": "linear", "factor": 8.0, "rope_theta": 2e6 },
-            "sliding_attention": { "rope_type": "default", "rope_theta": 500.0 },
-        },
-    });
-    let [old, new] = [old, new].map(|fields| {
-        let mut json = first.to_hf_json();
-        for key in ["layer_types", "rope_theta", "sliding_window"] {
-            json.as_object_mut().unwrap().shift_remove(key);
-        }
-        json.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
-        read(&json).unwrap()
-    });
-    assert_eq!(old, new);
-    let layers = old.attention_layers().map(|layer| (layer.window, layer.rope.unwrap())).collect::<Vec<_>>();
-    let rope = |theta: f64, scaling| Rope { scaling, ..theta.into() };
-    let (local, global) = (rope(500.0, Scaling::None), rope(2e6, Scaling::Linear { factor: 8.0 }));
-    assert_eq!(layers, [(Some(9), local), (None, global)]);
-    let capped = changed("gemma3_text", "final_logit_softcapping", Some(json!(30.0)));
-    assert_eq!(read(&capped).unwrap().final_softcap, Some(30.0));
-    assert_refused(
-        &changed("gemma3_text", "attn_logit_softcapping", Some(json!(30.0))),
-        "attn_logit_softcapping",
-    );
 }
 
 #[test]

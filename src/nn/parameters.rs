@@ -41,12 +41,14 @@ pub struct ParameterSpec {
     pub init: Init,
     /// The part of the whole parameter that this rank has, if the ranks of tp divide it.
     pub shard: Option<Box<TensorShard>>,
+    /// Whether it is never trained, as a persistent buffer of PyTorch. It is then frozen.
+    pub is_constant: bool,
 }
 
 impl ParameterSpec {
     /// Creates a parameter called `name`.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> Self {
-        Self { name: name.into(), shape: shape.into(), init, shard: None }
+        Self { name: name.into(), shape: shape.into(), init, shard: None, is_constant: false }
     }
 
     /// The whole parameter.
@@ -108,6 +110,13 @@ impl ParameterList {
         self.specs.reserve_exact(1);
         self.specs.push(ParameterSpec::new(format!("{}.{name}", self.layer), shape, init));
         Parameter(NonZero::<u32>::MIN.saturating_add(self.specs.len() as u32 - 1))
+    }
+
+    /// As [`add`](Self::add), of a parameter that is never trained.
+    pub fn add_constant(&mut self, name: &str, shape: impl Into<Vec<usize>>, init: Init) -> Parameter {
+        let parameter = self.add(name, shape, init);
+        self.specs[parameter.index()].is_constant = true;
+        parameter
     }
 
     /// Keeps only the part of a parameter that `rank` has, if the ranks divide the dimension `dim` so.

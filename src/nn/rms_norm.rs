@@ -43,7 +43,8 @@ impl NormConfig {
 /// `y = x / sqrt(mean(x²) + eps) · (offset + w) + b`, over the last dimension; of x without its mean if it is centered.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
-    weight: Parameter,
+    /// `None` for a gain of 1.
+    weight: Option<Parameter>,
     bias: Option<Parameter>,
     config: NormConfig,
     /// Its elements of the weight, if these are not all.
@@ -63,7 +64,7 @@ struct RowPart {
 impl RmsNorm {
     /// Adds the parameter `name.weight`, `[size]`, and `name.bias` if there is one.
     pub fn new(parameters: &mut ParameterList, name: &str, size: usize, config: NormConfig) -> Self {
-        let weight = parameters.add(&format!("{name}.weight"), [size], config.init());
+        let weight = Some(parameters.add(&format!("{name}.weight"), [size], config.init()));
         let bias = config.bias.then(|| parameters.add(&format!("{name}.bias"), [size], Init::Zeros));
         Self { weight, bias, config, elements: None, part: None }
     }
@@ -89,34 +90,56 @@ impl RmsNorm {
     ) {
         let elements: Vec<_> = norms.iter().filter_map(|norm| norm.elements.clone()).collect();
         let of_rank = |own: &Range<usize>| elements[own.clone()].to_vec();
-        if let Some(norm) = norms.first() {
-            parameters.shard(norm.weight, 0, ranks.iter().map(of_rank).collect(), rank);
+        if let Some(weight) = norms.first().and_then(|norm| norm.weight) {
+            parameters.shard(weight, 0, ranks.iter().map(of_rank).collect(), rank);
         }
         let own = ranks[rank].clone();
         norms.truncate(own.len());
         norms.iter_mut().zip(elements).for_each(|(norm, elements)| norm.elements = Some(elements));
     }
 
+    /// A norm without parameters.
+    pub fn without_weight(eps: f64) -> Self {
+        Self { weight: None, bias: None, config: eps.into(), elements: None, part: None }
+    }
+
+    /// The weights of this rank's rows, of which each has `size` elements.
+    fn weights(&self, size: usize, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+        let Some(weight) = self.weight else {
+            let ones = pass.workspace().alloc(size)?;
+            elementwise::fill(&ones, 1.0)?;
+            return Ok(ones);
+        };
+        self.own(&pass[weight])
+    }
+
+    /// Recycles [`weights`](Self::weights) that are no parameter.
+    fn recycle(&self, weights: Tensor, pass: &ForwardPass<'_>) {
+        if self.weight.is_none() {
+            pass.recycle([weights]);
+        }
+    }
+
     /// Keeps the elements of one rank of tp, of those of every rank. The weight stays whole if ranks share elements; their
     /// gradients are then summands, as those of the weight.
     ///
     /// # Errors
-    /// A norm that is centered or has a bias.
+    /// A norm that is centered, or has a bias or no weight.
     pub(super) fn divide(
         &mut self,
         parameters: &mut ParameterList,
         ranks: &[Range<usize>],
         rank: usize,
     ) -> Result<(), LayerError> {
-        if self.config.centered || self.bias.is_some() {
+        let Some(weight) = self.weight.filter(|_| !self.config.centered && self.bias.is_none()) else {
             return Err(LayerError::NoTensorParallelism { layer: parameters.layer().to_owned() });
-        }
+        };
         let own = ranks[rank].clone();
         let is_shared = are_shared(ranks);
         let elements = if is_shared { own.clone() } else { 0..own.len() };
         if !is_shared {
             let of_ranks = ranks.iter().map(|own| vec![own.clone()]).collect();
-            parameters.shard(self.weight, 0, of_ranks, rank);
+            parameters.shard(weight, 0, of_ranks, rank);
         }
         let width = ranks.iter().map(|own| own.end).max().unwrap_or_default();
         self.elements = Some(elements);
@@ -141,7 +164,8 @@ impl RmsNorm {
     /// # Errors
     /// Shapes that do not fit, or failed communication.
     pub fn forward(&self, x: &Tensor, rstd: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
-        let (y, weight) = (pass.workspace().alloc(x.dims())?, self.own(&pass[self.weight])?);
+        let size = x.dims().last().copied().unwrap_or_default();
+        let (y, weight) = (pass.workspace().alloc(x.dims())?, self.weights(size, pass)?);
         let gain = self.config.gain(&weight);
         match &self.part {
             None => rms_norm::forward(x, gain, self.config.eps, &y, rstd)?,
@@ -157,6 +181,7 @@ impl RmsNorm {
                 pass.recycle([sums]);
             }
         }
+        self.recycle(weight, pass);
         if let Some(bias) = self.bias {
             add_bias(&pass[bias], &y, true, pass.workspace())?;
         }
@@ -183,11 +208,14 @@ impl RmsNorm {
             add_bias_gradient(dy, dbias, pass.ctx().workspace())?;
         }
         let forward = &pass.forward;
-        let weight = self.own(&forward[self.weight])?;
-        let dweight = pass.gradient(self.weight).map(|gradient| self.own(gradient)).transpose()?;
+        let weight = self.weights(x.dims().last().copied().unwrap_or_default(), forward)?;
+        let dweight = self.weight.and_then(|weight| pass.gradient(weight));
+        let dweight = dweight.map(|gradient| self.own(gradient)).transpose()?;
         let gain = self.config.gain(&weight);
         let Some(part) = &self.part else {
-            return Ok(rms_norm::backward(dy, x, gain, rstd, dx, accumulate, dweight.as_ref())?);
+            rms_norm::backward(dy, x, gain, rstd, dx, accumulate, dweight.as_ref())?;
+            self.recycle(weight, forward);
+            return Ok(());
         };
         let sums = forward.workspace().alloc_f32(rstd.dims())?;
         rms_norm::products(dy, x, gain, &sums)?;

@@ -163,7 +163,7 @@ impl TokenMixer {
         norm: NormConfig,
     ) {
         if let Self::Attention(attention) = self {
-            attention.add_qk_norm(parameters, projections, norm);
+            attention.add_norms(parameters, projections, norm);
             attention.add_biases(parameters, projections);
         }
     }

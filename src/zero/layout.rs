@@ -114,10 +114,10 @@ impl FlatLayout {
         self
     }
 
-    /// Marks the parameters with a name that `is_frozen` as frozen.
+    /// Marks the parameters with a name that `is_frozen` as frozen too.
     #[must_use]
     pub fn with_frozen(mut self, is_frozen: impl Fn(&str) -> bool) -> Self {
-        self.parameters.iter_mut().for_each(|parameter| parameter.is_frozen = is_frozen(&parameter.name));
+        self.parameters.iter_mut().for_each(|parameter| parameter.is_frozen |= is_frozen(&parameter.name));
         self
     }
 

@@ -159,8 +159,8 @@ fn norms_over_the_heads_of_queries_and_keys_are_the_same_on_every_mesh() {
 #[test]
 fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
     use Family::{
-        Cohere, Cohere2, Exaone4, Gemma, Gemma2, Gemma3, Glm, Glm4, Granite, Ministral, Ministral3, Olmo2,
-        Olmo3, Phi3, SmolLm3,
+        Cohere, Cohere2, Exaone4, Gemma, Gemma2, Gemma3, Gemma4, Glm, Glm4, Granite, Ministral, Ministral3,
+        Olmo2, Olmo3, Phi3, SmolLm3,
     };
     let of_family = |family| ReferenceConfig { family, num_layers: 3, ..CONFIG };
     let gemma = ReferenceConfig {
@@ -175,6 +175,12 @@ fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
     check_families(&[gemma, phi, of_family(Granite), of_family(Olmo2), of_family(SmolLm3)]);
     check_families(&[of_family(Gemma), windowed(Olmo3), windowed(Exaone4), windowed(Ministral)]);
     check_families(&[windowed(Gemma2), ReferenceConfig { tie_word_embeddings: true, ..windowed(Gemma2) }]);
+    // Two sizes of heads; the layers without a window have one or two KV heads.
+    let two_layers = ReferenceConfig { num_layers: 2, ..windowed(Gemma4) };
+    check_families(&[
+        ReferenceConfig { num_layers: 4, tie_word_embeddings: true, ..windowed(Gemma4) },
+        ReferenceConfig { num_heads: 5, num_kv_heads: 1, ..two_layers },
+    ]);
     let tied = ReferenceConfig { tie_word_embeddings: true, ..windowed(Cohere2) };
     check_families(&[of_family(Cohere), tied]);
     // Parts of heads rotate, in documents of up to 6 tokens with other factors than in longer ones.

@@ -80,6 +80,8 @@ fn biases_fused_projections_and_norms_of_heads_are_divided_or_summed() {
         family(Family::Phi3, |config| config.num_kv_heads = 1),
         family(Family::Gemma2, |config| config.sliding_window = Some(5)),
         family(Family::Gemma3, |config| config.sliding_window = Some(5)),
+        family(Family::Gemma4, |config| config.sliding_window = Some(5)),
+        family(Family::Gemma4, |config| (config.sliding_window, config.num_kv_heads) = (Some(5), 1)),
         family(Family::Granite, |_| ()),
         family(Family::Olmo2, |_| ()),
         family(Family::Olmo2, |config| (config.num_heads, config.num_kv_heads) = (6, 3)),
@@ -119,11 +121,12 @@ fn recomputation_tiles_and_head_chunks_change_nothing() {
         (Family::Cohere, recomputed),
         (Family::Cohere, serde_json::json!({ "activation_checkpointing": true, "head_chunks": 2 })),
         (Family::Gemma3, serde_json::json!({ "activation_checkpointing": true, "head_chunks": 2 })),
+        (Family::Gemma4, serde_json::json!({ "activation_checkpointing": true, "tile_tokens": 3 })),
         (Family::Llama, serde_json::json!({ "tile_tokens": 3, "loss_tile_tokens": 5 })),
         (Family::Llama, serde_json::json!({ "head_chunks": 2, "overlap_exchange": true })),
     ];
     let problems = options.map(|(family, options)| {
-        let sliding_window = (family == Family::Gemma3).then_some(5);
+        let sliding_window = matches!(family, Family::Gemma3 | Family::Gemma4).then_some(5);
         let config = ReferenceConfig { family, num_heads: 12, num_kv_heads: 12, sliding_window, ..CONFIG };
         let mut problem = problem(config, packed_batch());
         problem.extra = serde_json::json!({ "ulysses": options });

@@ -369,6 +369,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Gemma, false, false, None) => "gemma",
         (Family::Gemma2, false, false, Some(_)) => "gemma2",
         (Family::Gemma3, false, false, Some(_)) => "gemma3_text",
+        (Family::Gemma4, false, false, Some(_)) => "gemma4_text",
         (Family::Granite, false, false, None) => "granite",
         (Family::Olmo2, false, false, None) => "olmo2",
         (Family::Olmo3, false, false, Some(_)) => "olmo3",
@@ -390,24 +391,21 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::GraniteHybrid, _, false, None) => "granitemoehybrid",
         other => panic!("no family has {other:?}"),
     };
-    let (scaling, has_scale) = (
-        scaling(config.rope_scaling),
-        [Family::Gemma2, Family::Gemma3, Family::Granite, Family::GraniteHybrid],
-    );
+    let has_scale = [Family::Gemma2, Family::Gemma3, Family::Gemma4, Family::Granite, Family::GraniteHybrid];
     let [attention_cap, final_softcap] = config.family.softcaps();
-    let rope = |theta: f64| Rope {
-        scaling,
+    let rope = |scaled, theta: f64| Rope {
+        scaling: scaling(scaled),
         partial_rotary_factor: config.partial_rotary_factor,
         interleaved: config.family.is_interleaved(),
         query_growth: if config.family == Family::Ministral3 { QUERY_GROWTH } else { 0.0 },
         ..theta.into()
     };
-    let layer = |layer: usize| AttentionConfig {
+    let layer = |config: &ReferenceConfig, layer: usize| AttentionConfig {
         num_heads: config.num_heads,
         num_kv_heads: config.num_kv_heads,
         head_dim: config.head_dim,
         window: config.window(layer),
-        rope: config.theta(layer).map(rope),
+        rope: config.theta(layer).map(|theta| rope(config.rope_scaling, theta)),
         scale: has_scale.contains(&config.family).then(|| config.attention_scale()),
         qk_norm: config
             .qk_norm_sizes()
@@ -416,6 +414,8 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         qkv_bias: config.has_qkv_bias(),
         o_bias: config.all_biases(),
         output_gate: config.family == Family::Qwen35,
+        values_from_keys: config.is_global(layer),
+        value_norm: config.family == Family::Gemma4,
         sinks: config.family == Family::GptOss,
     };
     let conv =
@@ -425,7 +425,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
             (true, _) => LINEAR_ATTENTION.into(),
             (_, true) => conv.into(),
             _ if config.is_mamba(index) => mamba_config(config).into(),
-            _ => layer(index).into(),
+            _ => layer(&config.of_layer(index), index).into(),
         }
     };
     let [embedding, residual, _, logits] = match config.family {
@@ -458,6 +458,7 @@ fn scaling(scaling: RopeScaling) -> Scaling {
     match scaling {
         RopeScaling::Default => Scaling::None,
         RopeScaling::Linear { factor } => Scaling::Linear { factor },
+        RopeScaling::Proportional { part } => Scaling::Proportional { part, factor: 1.0 },
         RopeScaling::Dynamic { factor, max_position_embeddings } => {
             Scaling::Dynamic { factor, original_len: len(max_position_embeddings) }
         }

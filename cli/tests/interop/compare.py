@@ -43,7 +43,9 @@ def trained(model):
         torch.nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clipping"])
         optimizer.step()
         optimizer.zero_grad()
-    results |= {f"param.{name}": parameter.detach() for name, parameter in trainable}
+    # Of the constants that are stored with the weights, those of the layers.
+    constants = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    results |= {f"param.{name}": parameter.detach() for name, parameter in trainable + constants}
     return named(results)
 
 

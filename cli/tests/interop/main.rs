@@ -33,7 +33,7 @@ const MESHES: [&str; 6] =
 const ON_ALL_MESHES: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 51] = [
+const FAMILIES: [&str; 54] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -48,6 +48,8 @@ const FAMILIES: [&str; 51] = [
     "gemma2",
     "gemma3",
     "gemma3_capped",
+    "gemma4",
+    "gemma4_own_values",
     "granite",
     "olmo2",
     "phi3",
@@ -81,6 +83,7 @@ const FAMILIES: [&str; 51] = [
     "granite_hybrid",
     "granite_hybrid_rope",
     "gemma3_vision",
+    "gemma4_vision",
     "mistral3_vision",
     "ministral3_vision",
     "qwen3_vision",

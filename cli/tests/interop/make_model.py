@@ -77,6 +77,28 @@ FAMILIES = {
         },
     },
     "gemma3_capped": {"model_type": "gemma3_text", "final_logit_softcapping": 3.0},
+    # Two sizes of heads. The last layer has no window.
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "sliding_window": 7,
+        "num_hidden_layers": 4,
+        "layer_types": [*MIXED, "full_attention"],
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100.0},
+        },
+    },
+    "gemma4_own_values": {
+        "model_type": "gemma4_text",
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 32,
+        "rope_parameters": ABSENT,
+    },
     # Caps that all logits come near.
     "gemma2": {
         "model_type": "gemma2",
@@ -194,6 +216,7 @@ FAMILIES = {
     },
     # Of these the language model is one part.
     "gemma3_vision": {"model_type": "gemma3", "mm_tokens_per_image": 4},
+    "gemma4_vision": {"model_type": "gemma4", "image_token_id": 5, "video_token_id": 6, "audio_token_id": 7},
     "mistral3_vision": {"model_type": "mistral3", "image_token_index": 5},
     "ministral3_vision": {"model_type": "mistral3", "image_token_index": 5, "tie_word_embeddings": False},
     "qwen3_vision": {"model_type": "qwen3_vl", "image_token_id": 5, "video_token_id": 6, "tie_word_embeddings": True},
@@ -206,6 +229,11 @@ VISION = {
     "gemma3_vision": (
         {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
         FAMILIES["gemma3"],
+    ),
+    "gemma4_vision": (
+        {"head_dim": 16, "num_key_value_heads": 2, "patch_size": 14, "position_embedding_size": 16},
+        # transformers puts it in the place of image tokens. No text of the tests has it.
+        {**FAMILIES["gemma4"], "pad_token_id": 0},
     ),
     "mistral3_vision": (PIXTRAL, FAMILIES["mistral"]),
     "ministral3_vision": (PIXTRAL, FAMILIES["ministral3"]),
@@ -249,6 +277,9 @@ with torch.no_grad():
             parameter.uniform_(-0.5, 0.5)
         else:
             parameter.normal_(std=1.25 / parameter.shape[-1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.6, 1.4)
 if family == "llama_untied":
     model.config.tie_word_embeddings = True
 model.save_pretrained(model_dir, max_shard_size="100KB")

@@ -97,6 +97,15 @@ pub(super) fn scale(launcher: &Launcher, dst: &Tensor, factor: f32) -> Result<()
     one_tensor(launcher, "elementwise_scale", dst, factor)
 }
 
+/// dst *= factor, where `factor` has one element.
+pub(super) fn scale_by(launcher: &Launcher, dst: &Tensor, factor: &Tensor) -> Result<(), DeviceError> {
+    let kernel = Kernel::of_dtype(&ELEMENTWISE, "elementwise_scale_by", dst.dtype())?;
+    launcher.open([dst], [factor], |[dst_at], [factor]| {
+        // SAFETY: the kernel reads the one element of `factor`, of the type of `dst`.
+        unsafe { over_tiles(launcher, &kernel, dst, dst_at, factor.into()) }
+    })
+}
+
 pub(super) fn softcap(launcher: &Launcher, dst: &Tensor, cap: f32) -> Result<(), DeviceError> {
     one_tensor(launcher, "elementwise_softcap", dst, cap)
 }
@@ -121,7 +130,7 @@ fn one_tensor(
 /// Launches `kernel(dst, second, size)` over the tiles of `dst`, which has been opened at `dst_at`.
 ///
 /// # Safety
-/// `second` is the kernel's second parameter, and an address of at least as many elements as `dst` has.
+/// `second` is the kernel's second parameter; an address has as many elements as the kernel reads.
 unsafe fn over_tiles(
     launcher: &Launcher,
     kernel: &Kernel,

@@ -100,6 +100,22 @@ pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
     }
 }
 
+/// dst *= factor, a tensor of one element.
+///
+/// # Errors
+/// A factor of another size, or dtypes, devices or layouts that do not match.
+pub fn scale_by(dst: &Tensor, factor: &Tensor) -> Result<(), OpError> {
+    let call = ArgCheck::new("elementwise::scale_by");
+    call.expect(("factor", factor), &[1])?;
+    let target = call.elementwise(&[("dst", dst)], &[("factor", factor)])?;
+    call.element_type(&[("dst", dst), ("factor", factor)], &[])?;
+    match target {
+        Target::Cpu => scale(dst, call.read(factor)?[0]),
+        Target::Dry(_) => Ok(()),
+        Target::Kernels(launcher) => call.kernels(cuda::scale_by(&launcher, dst, factor)),
+    }
+}
+
 /// dst = cap · tanh(dst / cap), which stays within ±cap.
 ///
 /// # Errors

@@ -96,6 +96,9 @@ fn buffer_arithmetic_touches_every_element_and_nothing_around_it() {
             assert!(read(&dst).iter().zip(a.iter().zip(&b)).all(|(got, (a, b))| *got == a + b));
             scale(&dst, 0.5).unwrap();
             assert!(read(&dst).iter().zip(a.iter().zip(&b)).all(|(got, (a, b))| *got == (a + b) * 0.5));
+            scale_by(&dst, &tensor(&[-4.0], &[1])).unwrap();
+            assert!(read(&dst).iter().zip(a.iter().zip(&b)).all(|(got, (a, b))| *got == (a + b) * -2.0));
+            scale(&dst, -0.25).unwrap();
             softcap(&dst, 0.3).unwrap();
             let capped = a.iter().zip(&b).map(|(a, b)| 0.3 * (f64::from((a + b) * 0.5) / 0.3).tanh());
             assert_close("capped", &read(&dst), &capped.collect::<Vec<f64>>(), 5e-7);
@@ -114,6 +117,8 @@ fn lengths_and_storage_are_checked() {
     assert!(matches!(error, OpError::Shape { argument: "src", .. }), "{error}");
     let error = accumulate(&flat.narrow(0, 0, 4).unwrap(), &flat.narrow(0, 4, 4).unwrap()).unwrap_err();
     assert!(matches!(error, OpError::SharedStorage { output: "dst", other: "src", .. }), "{error}");
+    let error = scale_by(&flat, &output(&[2])).unwrap_err();
+    assert!(matches!(error, OpError::Shape { argument: "factor", .. }), "{error}");
     let error = sum_of_squares(&wrong_dtype(&[3])).unwrap_err();
     assert!(matches!(error, OpError::DType { argument: "x", .. }), "{error}");
 }

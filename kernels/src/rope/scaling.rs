@@ -67,6 +67,13 @@ pub enum Scaling {
         /// Number of positions before the extension.
         original_len: u32,
     },
+    /// The first pairs rotate, with the frequencies of whole heads (`proportional`; Gemma 4). The others pass.
+    Proportional {
+        /// The part of the pairs that rotates.
+        part: f64,
+        /// Divisor of the frequencies.
+        factor: f64,
+    },
     /// Divides each frequency by a factor of its own (`longrope`; Ding et al. 2024, arXiv 2402.13753).
     LongRope {
         /// The divisors in documents of up to `original_len` tokens, one per pair.
@@ -85,7 +92,7 @@ impl Scaling {
     #[must_use]
     pub fn original_len(self) -> Option<u32> {
         match self {
-            Self::None | Self::Linear { .. } => None,
+            Self::None | Self::Linear { .. } | Self::Proportional { .. } => None,
             Self::Dynamic { original_len, .. }
             | Self::Llama3 { original_len, .. }
             | Self::Yarn { original_len, .. }
@@ -145,6 +152,11 @@ impl Rope {
         let refused = unscaled.or_else(|| match self.scaling {
             Scaling::None => None,
             Scaling::Linear { factor } => positive("factor", factor),
+            Scaling::Proportional { part, factor } => {
+                let valid = (0.0..=1.0).contains(&part);
+                let refused = (!valid).then_some(("partial_rotary_factor", part, "from 0 to 1"));
+                refused.or_else(|| positive("factor", factor))
+            }
             Scaling::Dynamic { factor, original_len } => {
                 let too_small = || (rotary_dim == 2).then_some(("head_dim", 2.0, "at least 4"));
                 let less = || (factor < 1.0).then_some(("factor", factor, "at least 1"));
@@ -243,6 +255,11 @@ impl Rope {
         match self.scaling {
             Scaling::None => unscaled(self.theta),
             Scaling::Linear { factor } => unscaled(self.theta).into_iter().map(|f| f / factor).collect(),
+            Scaling::Proportional { part, factor } => {
+                let rotating = (part * dim as f64 / 2.0) as usize;
+                let of_pair = |(pair, frequency)| if pair < rotating { frequency / factor } else { 0.0 };
+                unscaled(self.theta).into_iter().enumerate().map(of_pair).collect()
+            }
             Scaling::Dynamic { factor, original_len } => {
                 let growth = f64::from(self.scaled_len(document_len)) / f64::from(original_len);
                 let exponent = dim as f64 / (dim as f64 - 2.0);

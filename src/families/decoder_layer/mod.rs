@@ -8,11 +8,12 @@ pub use parallel::ParallelDecoderLayer;
 use crate::families::ModelConfig;
 use crate::nn::{
     AttentionExtent, AttentionProjections, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init,
-    Layer, LayerContext, LayerError, MixerSaved, MlpProjections, MlpSaved, ParameterList, ParameterSpec,
-    Saved, Saves, TensorRank, TokenMixer, WeightLayout, WeightSpec, recycle_unless,
+    Layer, LayerContext, LayerError, MixerSaved, MlpProjections, MlpSaved, Parameter, ParameterList,
+    ParameterSpec, Saved, Saves, TensorRank, TokenMixer, WeightLayout, WeightSpec, recycle_unless,
 };
 use candle_core::Tensor;
 use tensor_parallel::TensorParallelDecoder;
+use ulysses_kernels::elementwise;
 use ulysses_kernels::glu::Activation;
 
 /// An attention branch and an MLP branch. The attention may be another [`TokenMixer`].
@@ -33,6 +34,7 @@ pub struct DecoderLayer {
     mixer: TokenMixer,
     mlp_branch: Branch,
     mlp: GatedMlp,
+    scalar: Option<Parameter>,
 }
 
 /// The parts of a [`DecoderLayer`] that differ between families.
@@ -50,6 +52,8 @@ pub struct DecoderParts {
     pub weights: WeightLayout,
     /// The activation of the MLP, or of its gate.
     pub activation: Activation,
+    /// A constant factor on the result of the layer, which is stored with the weights.
+    pub scalar: Option<&'static str>,
 }
 
 impl DecoderParts {
@@ -61,6 +65,7 @@ impl DecoderParts {
         mlp: MlpProjections::LLAMA,
         weights: WeightLayout::OutIn,
         activation: Activation::Silu,
+        scalar: None,
     };
 
     /// As Llama, with the norms after the modules instead of before.
@@ -139,7 +144,8 @@ impl DecoderLayer {
             )
         });
         parts.add_norms_and_biases(config, (&mut mixer, &mut mlp), &mut parameters);
-        Self { parameters, attention_branch, mixer, mlp_branch, mlp }
+        let scalar = parts.scalar.map(|name| parameters.add_constant(name, [1], Init::Ones));
+        Self { parameters, attention_branch, mixer, mlp_branch, mlp, scalar }
     }
 
     /// The input of the MLP; the same tensor as the attention's output if that has `x`.
@@ -161,9 +167,18 @@ impl DecoderLayer {
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
         let mid = self.mid(x, attention_output, pass)?;
-        let result = self.mlp.forward(&self.mlp_branch, &mid, keep, pass)?;
+        let (y, saved) = self.mlp.forward(&self.mlp_branch, &mid, keep, pass)?;
         recycle_unless(mid, attention_output, pass);
-        Ok(result)
+        self.multiply(&y, pass)?;
+        Ok((y, saved))
+    }
+
+    /// Multiplies the result of the layer, or its gradient, by the constant factor, if there is one.
+    fn multiply(&self, y: &Tensor, pass: &ForwardPass<'_>) -> Result<(), LayerError> {
+        match self.scalar {
+            Some(scalar) => Ok(elementwise::scale_by(y, &pass[scalar])?),
+            None => Ok(()),
+        }
     }
 
     /// Returns whether a checkpoint has the attention's output.
@@ -183,6 +198,7 @@ impl DecoderLayer {
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let forward = &pass.forward;
+        self.multiply(&dy, forward)?;
         let mid = self.mid(&x, &output, forward)?;
         self.mlp.backward(&self.mlp_branch, &mid, mlp, &dy, pass)?;
         recycle_unless(mid, &output, forward);

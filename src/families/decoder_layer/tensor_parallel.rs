@@ -74,6 +74,7 @@ impl TensorParallelDecoder {
     ) -> Result<Tensor, LayerError> {
         let DecoderLayer { attention_branch, mixer, mlp_branch, mlp, .. } = &self.0;
         let (forward, alone) = (&pass.forward, Branch::module_alone());
+        self.0.multiply(&dy, forward)?;
         let mid = attention_branch.join(&x, &attention_output, forward)?;
         let doutput = mlp_branch.backward_join(|| mlp_output.ok_or_else(|| self.foreign()), &dy, pass)?;
         let run_mlp = |input: &Tensor, dy: &Tensor| mlp.backward(&alone, input, saved_mlp, dy, pass);
@@ -157,6 +158,7 @@ impl Layer for TensorParallelDecoder {
         let mid = self.0.attention_branch.join(x, &attention_output, &pass)?;
         let (output, mlp) = self.run_mlp(&mid, true, &pass)?;
         let y = self.0.mlp_branch.join(&mid, &output, &pass)?;
+        self.0.multiply(&y, &pass)?;
         pass.recycle([mid]);
         let mut mlp_output = Some(output);
         if !self.0.mlp_branch.needs_output() {
@@ -196,6 +198,7 @@ impl Layer for TensorParallelDecoder {
         let mid = self.0.attention_branch.join(&x, &attention_output, &pass)?;
         let (output, _) = self.run_mlp(&mid, false, &pass)?;
         let y = self.0.mlp_branch.join(&mid, &output, &pass)?;
+        self.0.multiply(&y, &pass)?;
         pass.recycle([mid, output]);
         match self.0.keeps_attention_output(ctx) {
             true => kept.push(attention_output),

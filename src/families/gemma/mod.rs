@@ -1,13 +1,15 @@
-//! Gemma 1 to 3.
+//! Gemma 1 to 4.
 
 #[expect(clippy::module_inception, reason = "the first model has the family's name")]
 mod gemma;
 mod gemma2;
 mod gemma3;
+mod gemma4;
 
 pub(super) use gemma::GEMMA;
 pub(super) use gemma2::GEMMA2;
 pub(super) use gemma3::GEMMA3;
+pub(super) use gemma4::GEMMA4;
 
 use super::{DecoderParts, HfConfig, ModelConfig, ModelError, Multipliers};
 use crate::nn::BranchNorms;
@@ -17,7 +19,7 @@ use ulysses_kernels::glu::Activation;
 /// PyTorch's name of the approximate GELU.
 const ACTIVATION: &str = "gelu_pytorch_tanh";
 
-/// The block of Gemma 2 and 3: norms before and after both modules.
+/// The block of Gemma 2 to 4: norms before and after both modules.
 const SANDWICH: DecoderParts = DecoderParts {
     attention_norms: BranchNorms { before: Some("input_layernorm"), after: Some("post_attention_layernorm") },
     mlp_norms: BranchNorms {
@@ -63,12 +65,13 @@ fn softcap(file: &HfConfig<'_>, key: &'static str, first: Option<f64>) -> Result
     }
 }
 
-/// Sets the constants of all Gemma models: the norms' offset of 1, and √hidden_size as the factor on the embedding.
+/// Sets the constants of Gemma 1 to 3: the norms' offset of 1, and the factor on the embedding.
 fn with_constants(config: ModelConfig) -> ModelConfig {
+    with_embedding_factor(ModelConfig { norm_offset: 1.0, ..config })
+}
+
+/// Sets √hidden_size as the factor on the embedding.
+fn with_embedding_factor(config: ModelConfig) -> ModelConfig {
     let embedding = (config.hidden_size as f64).sqrt();
-    ModelConfig {
-        norm_offset: 1.0,
-        multipliers: Multipliers { embedding, ..Multipliers::default() },
-        ..config
-    }
+    ModelConfig { multipliers: Multipliers { embedding, ..Multipliers::default() }, ..config }
 }

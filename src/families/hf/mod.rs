@@ -8,5 +8,5 @@ mod wrapper;
 
 pub(crate) use config::{FULL, HfConfig, WINDOWED};
 pub(crate) use rope::QUERY_GROWTH;
-pub(super) use rope::scaling_to_hf;
+pub(super) use rope::{rope_to_hf, scaling_to_hf};
 pub(crate) use wrapper::{language_model, language_model_name};

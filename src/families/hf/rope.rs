@@ -72,6 +72,9 @@ impl HfConfig<'_> {
         let (theta, at_top) =
             (|| self.number("rope_theta", theta), self.number("partial_rotary_factor", part)?);
         match self.rope_object()? {
+            Some(object) if object.kind() == Some("proportional") => {
+                Err(object.error("this model_type has another rope_type, which rotates a part of each head"))
+            }
             Some(object) => {
                 let partial_rotary_factor = object.number("partial_rotary_factor")?.unwrap_or(at_top);
                 Ok(Rope { partial_rotary_factor, ..object.read_any_part(theta)? })
@@ -133,7 +136,8 @@ impl HfConfig<'_> {
 impl RopeObject<'_> {
     /// The rotary embedding of whole heads, with another base than the object's if that has none.
     fn read(&self, theta: impl FnOnce() -> Result<f64, ModelError>) -> Result<Rope, ModelError> {
-        if self.number("partial_rotary_factor")?.is_some_and(|part| part != 1.0) {
+        let part = self.number("partial_rotary_factor")?;
+        if part.is_some_and(|part| part != 1.0) && self.kind() != Some("proportional") {
             return Err(self.error("this model_type rotates whole heads: leave partial_rotary_factor out"));
         }
         self.read_any_part(theta)
@@ -163,11 +167,19 @@ impl RopeObject<'_> {
         }
     }
 
-    fn scaling(&self) -> Result<Scaling, ModelError> {
+    fn kind(&self) -> Option<&str> {
         let kind = self.object.get("rope_type").or(self.object.get("type"));
-        match kind.map_or(Some("default"), Value::as_str) {
+        kind.map_or(Some("default"), Value::as_str)
+    }
+
+    fn scaling(&self) -> Result<Scaling, ModelError> {
+        match self.kind() {
             Some("default") => Ok(Scaling::None),
             Some("linear") => Ok(Scaling::Linear { factor: self.required("factor")? }),
+            Some("proportional") => Ok(Scaling::Proportional {
+                part: self.number("partial_rotary_factor")?.unwrap_or(1.0),
+                factor: self.number("factor")?.unwrap_or(1.0),
+            }),
             Some("dynamic") => {
                 Ok(Scaling::Dynamic { factor: self.required("factor")?, original_len: self.max_positions()? })
             }
@@ -181,7 +193,7 @@ impl RopeObject<'_> {
             // Its name in the first versions.
             Some("longrope" | "su") => self.longrope(),
             _ => {
-                let known = "\"default\", \"linear\", \"dynamic\", \"llama3\", \"yarn\" or \"longrope\"";
+                let known = "\"default\", \"linear\", \"proportional\", \"dynamic\", \"llama3\", \"yarn\" or \"longrope\"";
                 Err(self.error(&format!("this version computes a rope_type of {known}")))
             }
         }
@@ -278,6 +290,14 @@ fn longrope_attention_factor(factor: f64, original_len: u32) -> f64 {
     if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / f64::from(original_len).ln()).sqrt() }
 }
 
+/// The object in `rope_parameters` for a rotary embedding.
+pub(crate) fn rope_to_hf(rope: Rope) -> Value {
+    let scaling = scaling_to_hf(rope.scaling).map(|(scaling, _)| scaling);
+    let mut object = scaling.unwrap_or_else(|| json!({ "rope_type": "default" }));
+    object["rope_theta"] = json!(rope.theta);
+    object
+}
+
 /// The entries of `config.json` for a scaled rotary embedding: `rope_scaling`, which all versions of
 /// transformers read, and the matching `max_position_embeddings`.
 pub(crate) fn scaling_to_hf(scaling: Scaling) -> Option<(Value, Option<u64>)> {
@@ -285,6 +305,12 @@ pub(crate) fn scaling_to_hf(scaling: Scaling) -> Option<(Value, Option<u64>)> {
     match scaling {
         Scaling::None => None,
         Scaling::Linear { factor } => Some((json!({ "rope_type": "linear", "factor": factor }), None)),
+        Scaling::Proportional { part, factor } => {
+            let value = json!({
+                "rope_type": "proportional", "partial_rotary_factor": part, "factor": factor,
+            });
+            Some((value, None))
+        }
         Scaling::Dynamic { factor, original_len } => {
             let value = json!({ "rope_type": "dynamic", "factor": factor });
             Some((value, Some(u64::from(original_len))))

@@ -16,7 +16,7 @@ struct Wrapper {
     is_tied: bool,
 }
 
-const WRAPPERS: [Wrapper; 4] = [
+const WRAPPERS: [Wrapper; 5] = [
     Wrapper {
         model_type: "gemma3",
         class: "Gemma3ForConditionalGeneration",
@@ -26,6 +26,20 @@ const WRAPPERS: [Wrapper; 4] = [
             ("hidden_size", 2304),
             ("intermediate_size", 9216),
             ("num_hidden_layers", 26),
+            ("num_attention_heads", 8),
+            ("num_key_value_heads", 4),
+        ],
+        is_tied: true,
+    },
+    Wrapper {
+        model_type: "gemma4",
+        class: "Gemma4ForConditionalGeneration",
+        text: &[("gemma4_text", "gemma4_text")],
+        defaults: &[
+            ("vocab_size", 262_144),
+            ("hidden_size", 2304),
+            ("intermediate_size", 9216),
+            ("num_hidden_layers", 30),
             ("num_attention_heads", 8),
             ("num_key_value_heads", 4),
         ],

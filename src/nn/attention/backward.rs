@@ -184,7 +184,7 @@ impl AttentionBackward<'_> {
         returning: ReturningGradients<'_>,
     ) -> Result<[Tensor; 3], LayerError> {
         let Self { module, pass, .. } = self;
-        let ReturningGradients { dqkv, out, mut dgate, norms: [q_norm, k_norm] } = returning;
+        let ReturningGradients { dqkv, out, mut dgate, norms: [q_norm, k_norm, v_norm] } = returning;
         if let Some(AwaitedOutput { sent, out, gated }) = out {
             let out = out.wait()?;
             dgate = self.backward_output(chunk, &out, gated)?;
@@ -197,7 +197,8 @@ impl AttentionBackward<'_> {
             Some(dgate) => output_gate::join([dq, dgate], &pass.forward)?,
             None => dq,
         };
-        Ok([dq, module.k.backward_norm(dk, k_norm, pass)?, dv])
+        let dk = module.k.backward_norm(dk, k_norm, pass)?;
+        Ok([dq, dk, module.v.backward_norm(dv, v_norm, pass)?])
     }
 
     fn layout(&self, chunk: &HeadChunk) -> Result<AttentionLayout, LayerError> {

@@ -148,7 +148,8 @@ impl SelfAttention {
         };
         let (q, q_norm) = self.q.normalize(q, pass)?;
         let (k, k_norm) = self.k.normalize(k, pass)?;
+        let (v, v_norm) = self.v.normalize(v, pass)?;
         self.rotate([&q, &k], Direction::Forward, pass)?;
-        Ok(QkvHeads { q, k, v, norms: [q_norm, k_norm], gate })
+        Ok(QkvHeads { q, k, v, norms: [q_norm, k_norm, v_norm], gate })
     }
 }

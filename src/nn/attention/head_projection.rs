@@ -18,7 +18,7 @@ pub(super) struct HeadProjection {
     pub(super) outputs_per_head: usize,
 }
 
-/// A norm of queries or keys.
+/// A norm of queries, keys or values.
 #[derive(Debug)]
 pub(super) struct HeadNorm {
     pub(super) norm: RmsNorm,

@@ -21,8 +21,8 @@ pub use projections::{AttentionProjections, QkvNames};
 pub use saved::{AttentionSaved, Saves};
 
 use super::{
-    AttentionExtent, BackwardPass, ForwardPass, LayerError, Linear, NormConfig, Parameter, ParameterList,
-    RmsNorm, TensorRank, WeightSpec,
+    AttentionExtent, BackwardPass, ForwardPass, GroupNames, LayerError, Linear, NormConfig, Parameter,
+    ParameterList, RmsNorm, TensorRank, WeightSpec,
 };
 use candle_core::Tensor;
 pub(super) use head_division::scaled;
@@ -54,6 +54,10 @@ pub struct AttentionConfig {
     pub qkv_bias: bool,
     /// Whether the projection of the output has one.
     pub o_bias: bool,
+    /// Whether values are projected with the weight of the keys, if each projection has one.
+    pub values_from_keys: bool,
+    /// Whether the values of each head are normalized, without a weight.
+    pub value_norm: bool,
     /// Whether every query head has a sink: a learned logit that takes part in its softmax and contributes no value (gpt-oss).
     pub sinks: bool,
     /// Whether the output is multiplied by the sigmoid of a gate, which the projection of the queries has as well.
@@ -115,7 +119,14 @@ impl SelfAttention {
         let per_head = [shape.q_outputs_per_head(), head_dim, head_dim];
         let outs = [num_heads * per_head[0], num_kv_heads * head_dim, num_kv_heads * head_dim];
         let init = qkv.init;
-        let qkv = Linear::group(parameters, projections.qkv(head_dim), outs, hidden_size, qkv);
+        let qkv = match (projections.qkv, shape.values_from_keys) {
+            (QkvNames::Each([q, k, _]), true) => {
+                let (names, outs) = (GroupNames::Each([q, k]), [outs[0], outs[1]]);
+                let [q, k] = Linear::group(parameters, names, outs, hidden_size, qkv);
+                [q, k.clone(), k]
+            }
+            _ => Linear::group(parameters, projections.qkv(head_dim), outs, hidden_size, qkv),
+        };
         let o = Linear::new(parameters, projections.o, [hidden_size, num_heads * head_dim], o);
         let sinks = shape.sinks.then(|| parameters.add(projections.sinks, [num_heads], init));
         let mut per_head = per_head.into_iter();
@@ -137,14 +148,18 @@ impl SelfAttention {
         }
     }
 
-    /// Adds the norms of queries and keys, if there are any.
-    pub fn add_qk_norm(
+    /// Adds the norms of queries, keys and values, if there are any.
+    pub fn add_norms(
         &mut self,
         parameters: &mut ParameterList,
         projections: AttentionProjections,
         norm: NormConfig,
     ) {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, qk_norm, .. } = self.shape;
+        if self.shape.value_norm {
+            let norm = RmsNorm::without_weight(norm.eps);
+            self.v.norm = Some(HeadNorm { norm, over: QkNorm::Head });
+        }
         let Some(over) = qk_norm else { return };
         let [q_norm, k_norm] = projections.qk_norms;
         let parts = [(q_norm, num_heads, &mut self.q), (k_norm, num_kv_heads, &mut self.k)];
@@ -166,8 +181,14 @@ impl SelfAttention {
         }
         let q_outputs = scaled(&q, shape.q_outputs_per_head());
         let [q, kv] = [q, kv].map(|heads| scaled(&heads, shape.head_dim));
-        let projections = [&mut self.q.linear, &mut self.k.linear, &mut self.v.linear];
-        Linear::divide_outputs(parameters, projections, [&q_outputs, &kv, &kv], tp.rank);
+        let Self { q: of_q, k: of_k, v: of_v, .. } = self;
+        let [of_q, of_k, of_v] = [of_q, of_k, of_v].map(|projection| &mut projection.linear);
+        if shape.values_from_keys {
+            Linear::divide_outputs(parameters, [of_q, &mut *of_k], [&q_outputs, &kv], tp.rank);
+            *of_v = of_k.clone();
+        } else {
+            Linear::divide_outputs(parameters, [of_q, of_k, of_v], [&q_outputs, &kv, &kv], tp.rank);
+        }
         self.o.divide_inputs(parameters, &q, tp.rank);
         self.q.divide_norm(parameters, &q, tp.rank)?;
         self.k.divide_norm(parameters, &kv, tp.rank)?;

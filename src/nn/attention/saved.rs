@@ -14,8 +14,8 @@ pub(super) struct QkvHeads {
     pub(super) gate: Option<Tensor>,
 }
 
-/// State of the norms over the heads of q and of k.
-pub(super) type HeadNorms = [Option<SavedHeadNorm>; 2];
+/// State of the norms over the heads of q, k and v.
+pub(super) type HeadNorms = [Option<SavedHeadNorm>; 3];
 
 /// The state that a forward pass saves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

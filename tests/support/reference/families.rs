@@ -1,6 +1,6 @@
 //! The parts of other families' blocks.
 
-use super::weights::ReferenceConfig;
+use super::weights::{ReferenceConfig, RopeScaling};
 
 /// A family, with the numbers that its tests use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,6 +12,8 @@ pub enum Family {
     Gemma,
     Gemma2,
     Gemma3,
+    /// Layers without a window have half as many KV heads, twice as large, and values that are the keys.
+    Gemma4,
     Granite,
     Olmo2,
     Olmo3,
@@ -68,6 +70,9 @@ pub const NUM_POSITIONS: usize = 30;
 /// The rotary base of Gemma 3's layers with a window.
 pub const LOCAL_THETA: f64 = 100.0;
 
+/// The part of the pairs that rotates in Gemma 4's layers without a window.
+const PROPORTIONAL: f64 = 0.5;
+
 /// The growth of Ministral 3's queries, with the original length of its scaling.
 pub const QUERY_GROWTH: f64 = 0.7;
 
@@ -84,9 +89,9 @@ pub const LOGIT_SCALE: f64 = 0.4;
 pub const SOFTCAPS: [f64; 2] = [0.9, 1.5];
 
 impl Family {
-    /// Gemma 1 to 3.
+    /// Gemma 1 to 4.
     pub fn is_gemma(self) -> bool {
-        matches!(self, Self::Gemma | Self::Gemma2 | Self::Gemma3)
+        matches!(self, Self::Gemma | Self::Gemma2 | Self::Gemma3 | Self::Gemma4)
     }
 
     /// GLM-4, in both versions.
@@ -178,6 +183,7 @@ impl Family {
             self,
             Self::Gemma2
                 | Self::Gemma3
+                | Self::Gemma4
                 | Self::Olmo3
                 | Self::Exaone4
                 | Self::Ministral
@@ -188,12 +194,19 @@ impl Family {
 
     /// The soft caps of the logits of attention and head.
     pub fn softcaps(self) -> [Option<f64>; 2] {
-        if self == Self::Gemma2 { SOFTCAPS.map(Some) } else { [None; 2] }
+        match self {
+            Self::Gemma2 => SOFTCAPS.map(Some),
+            Self::Gemma4 => [None, Some(SOFTCAPS[1])],
+            _ => [None; 2],
+        }
     }
 
     /// Added to the weights of norms.
     pub fn norm_offset(self) -> f64 {
-        if self.is_gemma() || matches!(self, Self::Qwen35 | Self::Nemotron) { 1.0 } else { 0.0 }
+        match self {
+            Self::Gemma | Self::Gemma2 | Self::Gemma3 | Self::Qwen35 | Self::Nemotron => 1.0,
+            _ => 0.0,
+        }
     }
 
     /// Names of the norms before and after attention, before and after the MLP.
@@ -201,7 +214,7 @@ impl Family {
         let (input, post_attention) = (Some("input_layernorm"), Some("post_attention_layernorm"));
         let post_feedforward = Some("post_feedforward_layernorm");
         match self {
-            Self::Gemma2 | Self::Gemma3 => {
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 => {
                 [input, post_attention, Some("pre_feedforward_layernorm"), post_feedforward]
             }
             Self::Glm4 => {
@@ -217,6 +230,25 @@ impl Family {
 }
 
 impl ReferenceConfig {
+    /// The sizes and the rotary embedding of a layer's attention, which differ by layer in Gemma 4.
+    pub fn of_layer(&self, layer: usize) -> Self {
+        if !self.is_global(layer) {
+            return self.clone();
+        }
+        let rope_scaling = RopeScaling::Proportional { part: PROPORTIONAL };
+        Self {
+            head_dim: 2 * self.head_dim,
+            num_kv_heads: self.num_kv_heads.div_ceil(2),
+            rope_scaling,
+            ..self.clone()
+        }
+    }
+
+    /// Whether a layer is one of Gemma 4 without a window: its values are the keys before their norm.
+    pub fn is_global(&self, layer: usize) -> bool {
+        self.family == Family::Gemma4 && self.window(layer).is_none()
+    }
+
     /// Whether a layer has linear attention instead of attention with a gate.
     pub fn is_linear(&self, layer: usize) -> bool {
         self.family == Family::Qwen35 && layer + 1 < self.num_layers
@@ -265,7 +297,7 @@ impl ReferenceConfig {
     /// The rotary base of a layer; `None` without rotation, in every other one of SmolLM3 and those of EXAONE 4 and Command without a window.
     pub fn theta(&self, layer: usize) -> Option<f64> {
         match self.family {
-            Family::Gemma3 if self.window(layer).is_some() => Some(LOCAL_THETA),
+            Family::Gemma3 | Family::Gemma4 if self.window(layer).is_some() => Some(LOCAL_THETA),
             Family::SmolLm3 if layer % 2 == 1 => None,
             Family::Gpt2 | Family::GraniteHybrid => None,
             Family::Exaone4 | Family::Cohere2 if self.window(layer).is_none() => None,
@@ -286,6 +318,7 @@ impl ReferenceConfig {
     pub fn attention_scale(&self) -> f64 {
         match self.family {
             Family::Granite | Family::GraniteHybrid => GRANITE[2],
+            Family::Gemma4 => 1.0,
             Family::Gemma2 | Family::Gemma3 => 1.0 / QUERY_PRE_ATTN_SCALAR.sqrt(),
             _ => 1.0 / (self.head_dim as f64).sqrt(),
         }
@@ -297,7 +330,9 @@ impl ReferenceConfig {
             Family::Olmo2 | Family::Olmo3 => {
                 Some([self.num_heads, self.num_kv_heads].map(|heads| heads * self.head_dim))
             }
-            Family::Gemma3 | Family::Exaone4 | Family::Qwen35 | Family::Lfm2 => Some([self.head_dim; 2]),
+            Family::Gemma3 | Family::Gemma4 | Family::Exaone4 | Family::Qwen35 | Family::Lfm2 => {
+                Some([self.head_dim; 2])
+            }
             _ => self.qk_norm.then_some([self.head_dim; 2]),
         }
     }

@@ -2,7 +2,7 @@
 
 use super::batch::{Batch, IGNORED};
 use super::model::row_logits;
-use super::weights::{ReferenceConfig, Tensors, Weights};
+use super::weights::{ReferenceConfig, Tensors, Weights, is_constant};
 use anyhow::{Context, Result};
 use candle_core::{D, DType, Device, Tensor};
 use std::collections::BTreeMap;
@@ -75,7 +75,7 @@ pub fn loss_and_grads_over(
     let loss = forward_over(config, weights, batch, denominator)?.loss;
     let mut gradients = loss.backward()?;
     let mut grads = BTreeMap::new();
-    for (name, weight) in weights {
+    for (name, weight) in weights.iter().filter(|(name, _)| !is_constant(name)) {
         let grad = gradients.remove(weight).with_context(|| format!("no gradient for {name}"))?;
         grads.insert(name.clone(), grad.detach());
     }

@@ -9,7 +9,7 @@ use super::linear_attention::{linear_attention, sigmoid};
 use super::mamba2::mamba2;
 use super::rope::rope_tables;
 use super::short_conv::short_conv;
-use super::weights::{ReferenceConfig, RopeScaling, Weights, sinks_name, weight};
+use super::weights::{ReferenceConfig, RopeScaling, Weights, layer_scalar, sinks_name, weight};
 use anyhow::Result;
 use candle_core::{D, Device, Tensor};
 
@@ -49,6 +49,7 @@ pub fn row_logits(
     }
     let block = family.block_names();
     for layer in 0..config.num_layers {
+        let config = &config.of_layer(layer);
         let name = |part: &str| format!("{}.{layer}.{part}", block.layers);
         // As `[out, in]`.
         let part = |part: &str| {
@@ -109,7 +110,15 @@ pub fn row_logits(
             };
             let q = grown(config, rotated(q)?, position_ids)?; // [H, S, D]
             let k = repeat_kv(&rotated(heads("k", config.num_kv_heads)?)?, config)?;
-            let v = repeat_kv(&split_heads(&biased("v")?, config.num_kv_heads)?, config)?;
+            let v =
+                split_heads(&biased(if config.is_global(layer) { "k" } else { "v" })?, config.num_kv_heads)?;
+            let v = match family {
+                Family::Gemma4 => {
+                    rms_norm(&v, &Tensor::ones(config.head_dim, v.dtype(), v.device())?, config.rms_norm_eps)?
+                }
+                _ => v,
+            };
+            let v = repeat_kv(&v, config)?;
             let sinks = match family {
                 Family::GptOss => Some(&**get(&sinks_name(layer))?),
                 _ => None,
@@ -151,6 +160,9 @@ pub fn row_logits(
             }
         };
         x = (x + (maybe_norm(output, after_mlp)? * residual_factor)?)?;
+        if family == Family::Gemma4 {
+            x = x.broadcast_mul(get(&layer_scalar(layer))?)?;
+        }
     }
     let h = norm(&x, names.norm)?;
     let head = if config.tie_word_embeddings { embedding } else { get(&format!("{}.weight", names.head))? };

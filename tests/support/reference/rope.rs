@@ -40,6 +40,8 @@ fn inv_freq(config: &ReferenceConfig, i: usize, document_len: usize) -> f64 {
     match config.rope_scaling {
         RopeScaling::Default => plain,
         RopeScaling::Linear { factor } => plain / factor,
+        RopeScaling::Proportional { part } if (i as f64) < part * dim / 2.0 => plain,
+        RopeScaling::Proportional { .. } => 0.0,
         RopeScaling::Dynamic { factor, max_position_embeddings } => {
             let max = max_position_embeddings as f64;
             let len = max.max(document_len as f64);

@@ -3,7 +3,7 @@
 use super::batch::Batch;
 use super::loss::loss_and_grads;
 use super::optimizer::{Optimizer, clip_by_global_norm, global_norm};
-use super::weights::{ReferenceConfig, Tensors, Weights};
+use super::weights::{ReferenceConfig, Tensors, Weights, is_constant};
 use anyhow::{Result, ensure};
 
 /// The result of one step, before its update.
@@ -34,10 +34,13 @@ pub fn train(
 ) -> Result<Training> {
     ensure!(!batches.is_empty(), "no batch to train on");
     // Optimizers replace the entries of this copy, so the caller's weights do not change.
-    let mut weights = weights.clone();
+    let (constants, mut weights): (Weights, Weights) =
+        weights.clone().into_iter().partition(|(name, _)| is_constant(name));
+    let with_constants =
+        |weights: &Weights| weights.clone().into_iter().chain(constants.clone()).collect::<Weights>();
     let mut steps = Vec::with_capacity(num_steps);
     for batch in batches.iter().cycle().take(num_steps) {
-        let (loss, grads) = loss_and_grads(config, &weights, batch)?;
+        let (loss, grads) = loss_and_grads(config, &with_constants(&weights), batch)?;
         if batch.num_valid_tokens() > 0 {
             match clip {
                 Some(max_norm) => optimizer.step(&mut weights, &clip_by_global_norm(&grads, max_norm)?)?,
@@ -46,5 +49,5 @@ pub fn train(
         }
         steps.push(Step { loss, grad_norm: global_norm(&grads)?, grads });
     }
-    Ok(Training { steps, weights })
+    Ok(Training { steps, weights: with_constants(&weights) })
 }

@@ -52,6 +52,10 @@ pub enum RopeScaling {
     Linear {
         factor: f64,
     },
+    /// The first pairs rotate, those of Gemma 4.
+    Proportional {
+        part: f64,
+    },
     Dynamic {
         factor: f64,
         max_position_embeddings: usize,
@@ -124,8 +128,6 @@ impl ReferenceConfig {
     /// Every parameter's name and shape; matrices are `[out, in]`, those of GPT-2's layers `[in, out]`.
     pub fn parameter_shapes(&self) -> BTreeMap<String, Vec<usize>> {
         let (hidden, intermediate) = (self.hidden_size, self.intermediate_size);
-        let q_size = self.num_heads * self.head_dim;
-        let kv_size = self.num_kv_heads * self.head_dim;
         let mut shapes = BTreeMap::new();
         let (outer, block) = (self.family.outer_names(), self.family.block_names());
         shapes.insert(format!("{}.weight", outer.embedding), vec![self.vocab_size, hidden]);
@@ -133,6 +135,9 @@ impl ReferenceConfig {
             shapes.insert("transformer.wpe.weight".to_owned(), vec![NUM_POSITIONS, hidden]);
         }
         for layer in 0..self.num_layers {
+            let own = self.of_layer(layer);
+            let q_size = self.num_heads * own.head_dim;
+            let kv_size = own.num_kv_heads * own.head_dim;
             let mut add_bias = |part: &str, size: usize| {
                 shapes.insert(format!("{}.{layer}.{part}.bias", block.layers), vec![size]);
             };
@@ -162,6 +167,9 @@ impl ReferenceConfig {
                     }
                 }
             }
+            if self.family == Family::Gemma4 {
+                shapes.insert(layer_scalar(layer), vec![1]);
+            }
             if self.family == Family::GptOss {
                 shapes.insert(sinks_name(layer), vec![self.num_heads]);
             }
@@ -172,7 +180,7 @@ impl ReferenceConfig {
                 }
                 shapes.insert(format!("{}.{layer}.{part}.weight", block.layers), shape);
             };
-            if let Some([q_norm, k_norm]) = self.qk_norm_sizes().filter(|_| self.has_attention(layer)) {
+            if let Some([q_norm, k_norm]) = own.qk_norm_sizes().filter(|_| self.has_attention(layer)) {
                 add(block.qk_norms[0], vec![q_norm]);
                 add(block.qk_norms[1], vec![k_norm]);
             }
@@ -183,7 +191,9 @@ impl ReferenceConfig {
                 let gated = if self.family == Family::Qwen35 { 2 } else { 1 };
                 add("self_attn.q_proj", vec![gated * q_size, hidden]);
                 add("self_attn.k_proj", vec![kv_size, hidden]);
-                add("self_attn.v_proj", vec![kv_size, hidden]);
+                if !self.is_global(layer) {
+                    add("self_attn.v_proj", vec![kv_size, hidden]);
+                }
             }
             if self.has_attention(layer) {
                 add(block.o, vec![hidden, q_size]);
@@ -221,6 +231,16 @@ impl ReferenceConfig {
     }
 }
 
+/// The constant factor on a layer of Gemma 4.
+pub fn layer_scalar(layer: usize) -> String {
+    format!("model.layers.{layer}.layer_scalar")
+}
+
+/// Whether a weight is never trained.
+pub fn is_constant(name: &str) -> bool {
+    name.ends_with("layer_scalar")
+}
+
 /// The sinks of a layer of gpt-oss.
 pub fn sinks_name(layer: usize) -> String {
     format!("model.layers.{layer}.self_attn.sinks")
@@ -240,6 +260,7 @@ pub fn random_weights(config: &ReferenceConfig, seed: u64) -> Result<Weights> {
         let fan_in = shape[shape.len() - 1] as f64;
         let mut element = || match (shape.len(), name.as_str()) {
             (1, name) if name.ends_with("bias") => rng.random_range(-0.7..0.7),
+            (1, name) if is_constant(name) => rng.random_range(0.5..1.5),
             (1, name) if name.ends_with("sinks") => rng.random_range(-1.0..2.0),
             (1, name) if name.ends_with("A_log") => rng.random_range(-2.0..0.5),
             (1, name) if name.ends_with("linear_attn.norm.weight") => 1.0 + rng.random_range(-0.3..0.3),

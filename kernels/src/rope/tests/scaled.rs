@@ -31,6 +31,17 @@ fn linear_scaling_divides_every_frequency() {
 }
 
 #[test]
+fn proportional_scaling_rotates_the_first_pairs_as_those_of_whole_heads() {
+    assert_frequencies(
+        Scaling::Proportional { part: 0.5, factor: 4.0 },
+        THETA,
+        100,
+        &[0.25, 0.025, 0.0, 0.0],
+    );
+    assert_frequencies(Scaling::Proportional { part: 0.3, factor: 1.0 }, THETA, 100, &[1.0, 0.0, 0.0, 0.0]);
+}
+
+#[test]
 fn dynamic_scaling_grows_with_documents_beyond_the_original_length() {
     let long = [1.0, 0.052_275_795_857_471_025, 0.002_732_758_832_531_984_4, 0.000_142_857_142_857_142_87];
     assert_frequencies(DYNAMIC, THETA, 64, &long);
@@ -171,6 +182,7 @@ fn scalings_without_frequencies_are_named() {
     assert_eq!(refused(Scaling::Linear { factor: 0.0 }, 8), "factor");
     assert_eq!(refused(Scaling::Linear { factor: f64::NAN }, 8), "factor");
     assert_eq!(refused(Scaling::Dynamic { factor: 0.5, original_len: 16 }, 8), "factor");
+    assert_eq!(refused(Scaling::Proportional { part: 1.5, factor: 1.0 }, 8), "partial_rotary_factor");
     assert_eq!(refused(DYNAMIC, 2), "head_dim");
     let no_len = Scaling::Dynamic { factor: 2.0, original_len: 0 };
     assert_eq!(refused(no_len, 8), "original_max_position_embeddings");
