@@ -121,7 +121,7 @@ impl ArgCheck {
     }
 
     /// The error for a tensor on a device without a kernel.
-    pub(super) fn unsupported<T>(&self, tensor: &Tensor) -> Result<T> {
+    fn unsupported<T>(&self, tensor: &Tensor) -> Result<T> {
         Err(OpError::UnsupportedDevice { op: self.op, device: tensor.device().location() })
     }
 

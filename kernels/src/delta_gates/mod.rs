@@ -14,6 +14,9 @@ use super::cast::{Float, with_element_type};
 use crate::device::Target;
 use candle_core::Tensor;
 
+/// What GPUs do not have yet.
+const TIME_STEPS: &str = "the time step of Mamba 2";
+
 /// Inputs of both directions.
 #[derive(Debug, Clone, Copy)]
 pub struct Operands<'a> {
@@ -77,7 +80,8 @@ pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(),
         }
         Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => {
-            call.kernels(cuda::forward(&launcher, (dtype, dims), operands, [g, beta]))
+            let b = operands.b().ok_or(OpError::CpuOnly { op: call.op, part: TIME_STEPS })?;
+            call.kernels(cuda::forward(&launcher, (dtype, dims), operands, b, [g, beta]))
         }
     }
 }
@@ -140,7 +144,10 @@ pub fn backward(
             Ok(())
         }
         Target::Kernels(launcher) => {
-            call.kernels(cuda::backward(&launcher, (dtype, dims), operands, [dg, dbeta], gradients))
+            let projection = operands.b().zip(db);
+            let (b, db) = projection.ok_or(OpError::CpuOnly { op: call.op, part: TIME_STEPS })?;
+            let upstream = [dg, dbeta];
+            call.kernels(cuda::backward(&launcher, (dtype, dims), operands, [b, db], upstream, gradients))
         }
     }
 }

@@ -74,8 +74,8 @@ fn forward_and_backward_match_the_reference_on_every_target() {
 const LIMITS: [f64; 2] = [0.1, 2.5];
 
 #[test]
-fn time_steps_match_the_reference_on_every_target() {
-    let tolerance = if is_for_a_gpu() { 2e-6 } else { 3e-7 };
+fn time_steps_match_the_reference_on_every_target_but_a_gpu_which_refuses_them() {
+    let tolerance = 3e-7;
     on_every_target(|target| {
         for (tokens, heads) in [(1, 1), (7, 3), (513, 9)] {
             let problem = Problem::new(tokens, heads);
@@ -83,7 +83,12 @@ fn time_steps_match_the_reference_on_every_target() {
             let operands = Operands { a, rate: Rate::TimeStep { limits: LIMITS }, a_log, dt_bias };
             let rows = || output(&[tokens, heads]);
             let [g, beta, da] = [rows(), rows(), rows()];
-            forward(&operands, &g, &beta).unwrap();
+            let result = forward(&operands, &g, &beta);
+            if is_for_a_gpu() {
+                assert!(matches!(result, Err(OpError::CpuOnly { .. })), "{result:?}");
+                continue;
+            }
+            result.unwrap();
             let zeros = || tensor(&vec![0.0; heads], &[heads]);
             let (da_log, ddt_bias) = (zeros(), zeros());
             let gradients = Gradients { da: &da, db: None, da_log: Some(&da_log), ddt_bias: Some(&ddt_bias) };

@@ -49,6 +49,9 @@ use std::ops::Deref;
 /// Added to the squared norm of a query or key: that of transformers.
 const NORM_EPS: f64 = 1e-6;
 
+/// What GPUs do not have yet.
+const SUMS: &str = "linear attention without the delta rule (Mamba 2)";
+
 /// Inputs of both directions.
 #[derive(Debug, Clone, Copy)]
 pub struct Operands<'a> {

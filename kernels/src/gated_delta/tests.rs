@@ -165,6 +165,16 @@ impl Case {
         ([&o, &dq, &dk, &dv, &dg, &dbeta, &dskip].map(read), workspace.free_bytes())
     }
 
+    /// Asserts that a GPU names what it does not have.
+    fn assert_refused(&self) {
+        let Problem { ref layout, .. } = self.problem;
+        let [q, k, v, _, skip, g, beta] = &self.tensors(DType::F32);
+        let operands = Operands { q, k, v, g, beta, rule: self.rule(skip), layout };
+        let workspace = Workspace::with_options(TensorOptions { device: device(), dtype: DType::F32 });
+        let result = forward(&operands, &output(v.dims()), None, &workspace);
+        assert!(matches!(result, Err(OpError::CpuOnly { .. })), "{result:?}");
+    }
+
     /// The same of the reference.
     fn expected(&self, dtype: DType) -> [Vec<f64>; 7] {
         let [q, k, v, dout, skip, g, beta] = self.tensors(dtype).map(|tensor| to_f64(&read(&tensor)));
@@ -225,6 +235,9 @@ fn sums_agree_with_mamba_2_of_transformers() {
     let [.., g, beta] = &mut case.data;
     beta.iter_mut().for_each(|beta| *beta = 0.5 + 0.4 * *beta);
     g.iter_mut().zip(beta).enumerate().for_each(|(i, (g, beta))| *g = A[i % 4] * *beta);
+    if is_for_a_gpu() {
+        return case.assert_refused();
+    }
     let ([o, dq, dk, dv, dg, dbeta, dskip], _) = case.run(DType::F32);
     let dtime: Vec<f32> =
         dbeta.iter().zip(dg).enumerate().map(|(i, (dbeta, dg))| dbeta + A[i % 4] * dg).collect();
@@ -418,6 +431,15 @@ fn a_dry_run_takes_the_scratch_of_a_real_one() {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             assert_eq!(pool.install(|| case.run(DType::F32).1), bytes, "{threads} threads, {}", case.name());
         }
+    }
+}
+
+#[test]
+fn a_gpu_refuses_sums_by_name() {
+    let ([forward, backward], _) = run_dry(&Case::long().remove(0).of_sums(), DeviceKind::Cuda, 1);
+    for result in [forward, backward] {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("Mamba 2") && error.contains("CPU only"), "{error}");
     }
 }
 
