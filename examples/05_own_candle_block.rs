@@ -1,6 +1,7 @@
 //! A custom transformer block, written in plain candle ops, trained on a 2 × 2 mesh: sequences
 //! are sharded over two ranks, optimizer state and gradients partitioned over two (ZeRO stage 2).
-//! candle differentiates the block; the library does the rest.
+//! candle differentiates the block; the library does the rest. With `"tensor_parallel_size": 2` in
+//! the config, a plan of one line per weight divides the block over two ranks more.
 //!
 //! ```text
 //! CANDLE_NUM_THREADS=1 cargo run --release --example 05_own_candle_block
@@ -15,12 +16,14 @@ use ulysses::data::{Corpus, PackedSequences};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, RandomWeights};
+use ulysses::nn::ParallelStyle::{Colwise, Rowwise};
 use ulysses::nn::{AutogradLayer, BlockContext, Embedding, Init, Layer, ParameterSpec};
 use ulysses::objective::CausalLm;
 
 pub(crate) const VOCAB_SIZE: usize = 256;
 pub(crate) const HIDDEN: usize = 64;
 const NUM_HEADS: usize = 4;
+const HEAD_DIM: usize = HIDDEN / NUM_HEADS;
 const MLP: usize = 4 * HIDDEN;
 const STD: f64 = 0.02;
 
@@ -30,18 +33,15 @@ const STD: f64 = 0.02;
 // tokens need no change. Ops that mix tokens use `ctx.attention`, which sees whole sequences
 // across ranks; it is causal, so the order of tokens is known without position embeddings.
 fn block(params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> candle_core::Result<Tensor> {
-    let [norm1, bias1, qkv, out, norm2, bias2, up, up_bias, down, down_bias] = params else {
-        bail!("the block has ten parameters, not {}", params.len())
-    };
-    let qkv = linear(&layer_norm(x, norm1, bias1)?, qkv)?;
-    let heads = |part: usize| {
-        let dims = (ctx.batch(), ctx.seq_len_local(), NUM_HEADS, HIDDEN / NUM_HEADS);
-        qkv.narrow(D::Minus1, part * HIDDEN, HIDDEN)?.reshape(dims)
-    };
-    let attended = ctx.attention(&heads(0)?, &heads(1)?, &heads(2)?)?.flatten_from(2)?;
-    let x = (x + linear(&attended, out)?)?;
-    let hidden = linear(&layer_norm(&x, norm2, bias2)?, up)?.broadcast_add(up_bias)?.gelu()?;
-    &x + linear(&hidden, down)?.broadcast_add(down_bias)?
+    let [norm1, bias1, norm2, bias2, ..] = params else { bail!("the block has norms") };
+    let normed = layer_norm(x, norm1, bias1)?;
+    // All heads, or this rank's if tp divides them.
+    let heads =
+        |name: &str| ctx.linear(name, &normed)?.reshape((ctx.batch(), ctx.seq_len_local(), (), HEAD_DIM));
+    let attended = ctx.attention(&heads("q")?, &heads("k")?, &heads("v")?)?.flatten_from(2)?;
+    let x = (x + ctx.linear("out", &attended)?)?;
+    let hidden = ctx.linear("up", &layer_norm(&x, norm2, bias2)?)?.gelu()?;
+    &x + ctx.linear("down", &hidden)?
 }
 
 /// Written out: candle's fused norms have no gradient.
@@ -51,40 +51,44 @@ fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor) -> candle_core::Result
     centered.broadcast_div(&(variance + 1e-5)?.sqrt()?)?.broadcast_mul(weight)?.broadcast_add(bias)
 }
 
-/// `[batch, seq, in]` by `[out, in]`.
-fn linear(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
-    let (batch, seq_len, _) = x.dims3()?;
-    x.flatten_to(1)?.matmul(&weight.t()?)?.reshape((batch, seq_len, ()))
-}
-
-// 2. The block as a layer, with its parameters in the order that the block expects. The engine
-// owns them: it initializes, partitions, gathers and updates them.
-pub(crate) fn layer(index: usize) -> Box<dyn Layer> {
+// 2. The block as a layer, with its parameters: the engine initializes, partitions, gathers and
+// updates them. The plan is that of torch's `parallelize_module`, and has an effect on meshes with tp.
+pub(crate) fn layer(index: usize) -> Result<Box<dyn Layer>> {
     let name = format!("blocks.{index}");
     let spec = |part: &str, shape: &[usize], init| ParameterSpec::new(format!("{name}.{part}"), shape, init);
     let normal = Init::Normal { std: STD };
     let parameters = vec![
         spec("norm1.weight", &[HIDDEN], Init::Ones),
         spec("norm1.bias", &[HIDDEN], Init::Zeros),
-        spec("qkv.weight", &[3 * HIDDEN, HIDDEN], normal),
-        spec("out.weight", &[HIDDEN, HIDDEN], normal),
         spec("norm2.weight", &[HIDDEN], Init::Ones),
         spec("norm2.bias", &[HIDDEN], Init::Zeros),
+        spec("q.weight", &[HIDDEN, HIDDEN], normal).in_parts(NUM_HEADS),
+        spec("k.weight", &[HIDDEN, HIDDEN], normal).in_parts(NUM_HEADS),
+        spec("v.weight", &[HIDDEN, HIDDEN], normal).in_parts(NUM_HEADS),
+        spec("out.weight", &[HIDDEN, HIDDEN], normal).in_parts(NUM_HEADS),
         spec("up.weight", &[MLP, HIDDEN], normal),
         spec("up.bias", &[MLP], Init::Zeros),
         spec("down.weight", &[HIDDEN, MLP], normal),
         spec("down.bias", &[HIDDEN], Init::Zeros),
     ];
-    Box::new(AutogradLayer::new(name, parameters, block))
+    let plan = [
+        ("q", Colwise),
+        ("k", Colwise),
+        ("v", Colwise),
+        ("out", Rowwise),
+        ("up", Colwise),
+        ("down", Rowwise),
+    ];
+    Ok(Box::new(AutogradLayer::new(name, parameters, block).parallelize(plan)?))
 }
 
 // 3. The model: the library's embedding, two blocks, the library's head with its tiled loss.
-pub(crate) fn model() -> Model {
-    Model {
+pub(crate) fn model() -> Result<Model> {
+    Ok(Model {
         input: Box::new(Embedding::new(VOCAB_SIZE, HIDDEN, STD)),
-        layers: (0..2).map(layer).collect(),
+        layers: (0..2).map(layer).collect::<Result<_>>()?,
         objective: Box::new(CausalLm::new("lm_head.weight", VOCAB_SIZE, HIDDEN, 1e-5, STD)),
-    }
+    })
 }
 
 const CONFIG: &str = r#"{
@@ -105,7 +109,7 @@ fn main() -> Result<()> {
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     launch(mesh.world_size(), &LaunchOptions::default(), |rank| -> Result<()> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let mut engine = initialize(model(), &RandomWeights { seed: 1 }, &config, &groups)?;
+        let mut engine = initialize(model()?, &RandomWeights { seed: 1 }, &config, &groups)?;
         let mut loader = engine.data_loader(sequences.clone())?;
         for _ in 0..30 {
             let report = engine.train_batch(|| loader.next_micro_batch())?;

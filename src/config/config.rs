@@ -13,6 +13,7 @@ use super::sections::mesh::MeshConfig;
 use super::sections::monitoring::MonitoringConfig;
 use super::sections::precision::{CommunicationDtype, Precision};
 use super::sections::scheduler::{LrSchedule, SchedulerConfig};
+use super::sections::tensor_parallel::TensorParallelConfig;
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::{Offload, PartitionAxes, ZeroConfig};
 use super::vocabulary::{Entry, Key, Literal, entries_of};
@@ -59,6 +60,8 @@ keys! {
         pub gradient_accumulation_steps: usize = count().derived("the other two batch keys and dp, or 1"),
         /// The sizes of the mesh.
         pub mesh: MeshConfig,
+        /// How the ranks of tp divide weights.
+        pub tensor_parallel: TensorParallelConfig = section(),
         /// ZeRO: the stage, its partitions and offload. (`true` is an old form of stage 1.)
         pub zero: ZeroConfig = section().named("zero_optimization").or_switch(),
         /// The optimizer; AdamW if absent.

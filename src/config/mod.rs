@@ -83,6 +83,9 @@ pub use sections::precision::{CommunicationDtype, DynamicLossScale, LossScale, P
 pub use sections::scheduler::{
     LrRangeTest, LrSchedule, OneCycle, SchedulerConfig, WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };
+pub use sections::tensor_parallel::{
+    LayerSpec, PartitionConfig, PartitionType, TensorParallelConfig, TpPlanError,
+};
 pub use sections::ulysses::{AttentionChoice, Backend, CommCheck, CommConfig, UlyssesConfig};
 pub use sections::zero::{Offload, PartitionAxes, ZeroConfig, ZeroStage};
 pub use settings::{Setting, Settings};

@@ -7,6 +7,7 @@ use super::initialize::{attention, check_mesh, check_parameters, warn_about_cand
 use super::loss_scale::LossScaler;
 use super::memory::{PartPeak, PeakRecorder};
 use super::offload::{ActivationOffload, storage};
+use super::parallel_plan::divide_model;
 use super::pipeline::Pipeline;
 use super::step::Accumulation;
 use super::step_part::StepPart;
@@ -129,10 +130,9 @@ impl Engine {
             None => Vec::new(),
         };
         // First of the whole model: input and objective may share parameters.
-        let model = match tp {
-            Some(tp) => model.tensor_parallel(TensorRank { size: tp.world_size(), rank: tp.rank() })?,
-            None => model,
-        };
+        let tp_rank = tp.map(|tp| TensorRank { size: tp.world_size(), rank: tp.rank() });
+        let plan = &config.tensor_parallel.partition_config.layer_specs;
+        let model = divide_model(model, plan, tp_rank.unwrap_or(TensorRank { size: 1, rank: 0 }))?;
         let (model, pipeline) = match &groups.pipeline {
             None => (model, None),
             Some(groups) => {

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::CheckpointError;
 use crate::comm::CommError;
-use crate::config::{Config, ConfigError, StagesError};
+use crate::config::{Config, ConfigError, PartitionType, StagesError};
 use crate::data::DataError;
 use crate::mesh::{MeshError, TokenRanges};
 use crate::model::ModelError;
@@ -60,6 +60,37 @@ pub enum EngineError {
     AllFrozen {
         /// Patterns of the frozen groups.
         patterns: Vec<String>,
+    },
+    /// The pattern of a plan of tensor parallelism matches no weight.
+    #[error(
+        "`tensor_parallel.partition_config.layer_specs[{index}].patterns`: no parameter with two dimensions has a name that {pattern:?} \
+         matches from its start on; for example, there is {}", similar.join(", ")
+    )]
+    UnmatchedLayerSpec {
+        /// Index of the spec.
+        index: usize,
+        /// The pattern.
+        pattern: String,
+        /// Names that resemble the pattern.
+        similar: Vec<String>,
+    },
+    /// A plan of tensor parallelism divides a weight in another way than its layer.
+    #[error(
+        "`tensor_parallel.partition_config.layer_specs[{index}]`: {pattern:?} matches `{parameter}`, which the spec divides as \
+         \"{}\", but its layer as \"{actual}\": write \"{actual}\", or a pattern that does not match it",
+        planned.name(), actual = actual.name()
+    )]
+    PartitionType {
+        /// Index of the spec.
+        index: usize,
+        /// The pattern.
+        pattern: String,
+        /// The weight.
+        parameter: String,
+        /// How the plan divides it.
+        planned: PartitionType,
+        /// How the layer does.
+        actual: PartitionType,
     },
     /// A machine profile lacks a rate that a step needs.
     #[error("the machine profile of {machine:?} lacks `{key}`, but {needed_by}")]

@@ -11,7 +11,6 @@ use crate::model::UnitSpec;
 /// # Errors
 /// The first of these mistakes, with the group and its pattern.
 pub fn check_parameter_groups(groups: &[ParameterGroup], units: &[UnitSpec]) -> Result<(), EngineError> {
-    const MAX_SIMILAR: usize = 3;
     let names = || units.iter().flat_map(|unit| &unit.parameters).map(|spec| spec.name.as_str());
     if names().next().is_some() && names().all(|name| ParameterGroup::is_frozen(groups, name)) {
         let frozen = groups.iter().filter(|group| group.frozen);
@@ -21,10 +20,7 @@ pub fn check_parameter_groups(groups: &[ParameterGroup], units: &[UnitSpec]) -> 
     for (index, group) in groups.iter().enumerate() {
         let pattern = group.pattern.as_str();
         if !names().any(|name| group.pattern.matches(name)) {
-            let mut similar: Vec<_> =
-                names().map(|name| (strsim::jaro_winkler(pattern, name), name)).collect();
-            similar.sort_by(|(a, first), (b, second)| b.total_cmp(a).then(first.cmp(second)));
-            let similar = similar.into_iter().take(MAX_SIMILAR).map(|(_, name)| name.to_owned()).collect();
+            let similar = similar_names(pattern, names());
             return Err(EngineError::ParameterGroup { index, pattern: pattern.to_owned(), similar });
         }
         let earlier = &groups[..index];
@@ -34,4 +30,12 @@ pub fn check_parameter_groups(groups: &[ParameterGroup], units: &[UnitSpec]) -> 
         }
     }
     Ok(())
+}
+
+/// The names that resemble a pattern most.
+pub(super) fn similar_names<'a>(pattern: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
+    const MAX_SIMILAR: usize = 3;
+    let mut similar: Vec<_> = names.map(|name| (strsim::jaro_winkler(pattern, name), name)).collect();
+    similar.sort_by(|(a, first), (b, second)| b.total_cmp(a).then(first.cmp(second)));
+    similar.into_iter().take(MAX_SIMILAR).map(|(_, name)| name.to_owned()).collect()
 }

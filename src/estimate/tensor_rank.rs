@@ -1,15 +1,17 @@
 //! The layers of the tensor-parallel ranks, whose heads head chunks and the exchange divide further.
 
-use crate::engine::EngineError;
+use crate::config::Config;
+use crate::engine::{EngineError, divide_model};
 use crate::model::{Model, ModelConfig};
 use crate::nn::{AttentionConfig, LayerError, MixerConfig, TensorRank};
 
-/// Checks that each of `size` tensor-parallel ranks can have a part of every layer.
+/// Checks that each tensor-parallel rank can have a part of every layer, and that the plan of the config divides it so.
 ///
 /// # Errors
-/// A model that cannot be divided over so many ranks; the error names the layer and the valid sizes.
-pub fn check_tensor_parallel(model: &ModelConfig, size: usize) -> Result<(), EngineError> {
-    Model::new(model)?.tensor_parallel(TensorRank { size, rank: 0 })?;
+/// A model that cannot be divided over so many ranks; the error names the layer and the valid sizes. A plan that differs.
+pub fn check_tensor_parallel(model: &ModelConfig, config: &Config) -> Result<(), EngineError> {
+    let (plan, size) = (&config.tensor_parallel.partition_config.layer_specs, config.mesh.tp_size);
+    divide_model(Model::new(model)?, plan, TensorRank { size, rank: 0 })?;
     Ok(())
 }
 

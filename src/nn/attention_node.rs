@@ -32,8 +32,7 @@ pub fn autograd_attention(
     let own = |tensor: &Tensor| tensor.detach().contiguous()?.copy();
     let (out, saved) =
         attention.forward(own(q)?, own(k)?, own(v)?, layout, &fresh(q)).map_err(Error::wrap)?;
-    // A copy: candle clones whole storages, and the result may be part of one.
-    let computed = Mutex::new(Some(out.copy()?));
+    let computed = Computed::new(out.copy()?);
     let op = AttentionOp { attention, layout: layout.clone(), computed, saved: Mutex::new(Some(saved)) };
     q.apply_op3(k, v, op)
 }
@@ -43,24 +42,50 @@ fn fresh(like: &Tensor) -> Workspace {
     Workspace::with_options(TensorOptions { device: like.device().clone(), dtype: like.dtype() })
 }
 
-/// The autograd node. Its forward pass has already run, because candle passes bare storages to custom ops,
-/// while the attention needs tensors.
+/// The result of a node whose forward pass has already run, because candle passes bare storages to custom ops, while
+/// collectives and kernels need tensors.
+pub(super) struct Computed(Mutex<Option<Tensor>>);
+
+impl Computed {
+    /// Keeps a result until candle's forward pass takes it. It must not be part of another tensor: candle clones whole storages.
+    pub(super) fn new(result: Tensor) -> Self {
+        Self(Mutex::new(Some(result)))
+    }
+
+    fn take(&self, op: &str) -> Result<Tensor> {
+        match self.0.lock().take() {
+            Some(result) => Ok(result),
+            None => bail!("{op}: second forward through the same node"),
+        }
+    }
+
+    pub(super) fn take_cpu(&self, op: &str) -> Result<(CpuStorage, Shape)> {
+        let result = self.take(op)?;
+        let (storage, layout) = result.storage_and_layout();
+        match &*storage {
+            Storage::Cpu(storage) => Ok((storage.try_clone(layout)?, result.shape().clone())),
+            _ => bail!("{op}: its operands are on the CPU, its result is not"),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(super) fn take_cuda(&self, op: &str) -> Result<(CudaStorage, Shape)> {
+        let result = self.take(op)?;
+        let (storage, layout) = result.storage_and_layout();
+        match &*storage {
+            Storage::Cuda(storage) => Ok((storage.try_clone(layout)?, result.shape().clone())),
+            _ => bail!("{op}: its operands are on a GPU, its result is not"),
+        }
+    }
+}
+
+/// The autograd node.
 struct AttentionOp {
     attention: Arc<dyn Attention>,
     layout: AttentionLayout,
-    /// The result, until the forward pass takes it.
-    computed: Mutex<Option<Tensor>>,
+    computed: Computed,
     /// State for the backward pass, which takes it.
     saved: Mutex<Option<SavedAttention>>,
-}
-
-impl AttentionOp {
-    fn take_computed(&self) -> Result<Tensor> {
-        match self.computed.lock().take() {
-            Some(out) => Ok(out),
-            None => bail!("attention: second forward through the same node"),
-        }
-    }
 }
 
 impl CustomOp3 for AttentionOp {
@@ -77,12 +102,7 @@ impl CustomOp3 for AttentionOp {
         _v: &CpuStorage,
         _v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let out = self.take_computed()?;
-        let (storage, layout) = out.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(storage) => Ok((storage.try_clone(layout)?, out.shape().clone())),
-            _ => bail!("attention: q, k and v are on the CPU, its result is not"),
-        }
+        self.computed.take_cpu(self.name())
     }
 
     #[cfg(feature = "cuda")]
@@ -95,12 +115,7 @@ impl CustomOp3 for AttentionOp {
         _v: &CudaStorage,
         _v_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let out = self.take_computed()?;
-        let (storage, layout) = out.storage_and_layout();
-        match &*storage {
-            Storage::Cuda(storage) => Ok((storage.try_clone(layout)?, out.shape().clone())),
-            _ => bail!("attention: q, k and v are on a GPU, its result is not"),
-        }
+        self.computed.take_cuda(self.name())
     }
 
     fn bwd(

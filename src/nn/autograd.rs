@@ -1,68 +1,19 @@
 //! [`AutogradLayer`]: any block written with candle ops, as a layer.
 
-use super::{Layer, LayerContext, LayerError, ParameterSpec, Saved, TensorRank, autograd_attention};
+use super::block_context::find_weight;
+use super::{BlockContext, Layer, LayerContext, LayerError, ParallelStyle, ParameterSpec, Saved, TensorRank};
 use crate::mesh::shard_range;
-use candle_core::{DType, Result, Tensor, Var};
-use std::sync::Arc;
+use candle_core::{DType, Error, Result, Tensor, Var};
+use std::ops::Range;
 use ulysses_kernels::elementwise;
-use ulysses_kernels::rope::{self, Rope};
-
-/// The context of a user-defined block, in addition to its parameters and input.
-pub struct BlockContext<'a> {
-    layer: &'a LayerContext,
-}
-
-impl BlockContext<'_> {
-    /// Number of sequences in the micro batch.
-    pub fn batch(&self) -> usize {
-        self.layer.batch()
-    }
-
-    /// Number of this rank's tokens per sequence.
-    pub fn seq_len_local(&self) -> usize {
-        self.layer.seq_len_local()
-    }
-
-    /// Positions of this rank's tokens within their documents, `[batch, seq_local]`.
-    pub fn position_ids(&self) -> &[u32] {
-        self.layer.position_ids()
-    }
-
-    /// Causal attention over whole sequences, within documents, as one autograd node. With sequence
-    /// parallelism it runs the all-to-all exchanges.
-    ///
-    /// # Shapes
-    /// `q`, result: `[batch, seq_local, num_heads, head_dim]`; `k`, `v`:
-    /// `[batch, seq_local, num_kv_heads, head_dim]`.
-    ///
-    /// # Errors
-    /// Shapes that do not fit, or failed communication.
-    pub fn attention(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let layout = self.layer.attention_layout(q.dims4()?.2, k.dims4()?.2);
-        autograd_attention(self.layer.attention().clone(), &layout, q, k, v)
-    }
-
-    /// `cos` and `sin` of the rotary embedding (θ, or a whole [`Rope`]) for this rank's tokens, each
-    /// `[batch, seq_local, 1, pairs]`, ready to broadcast over heads.
-    ///
-    /// # Errors
-    /// An odd `head_dim`, or a scaling without frequencies.
-    pub fn rope_tables(&self, head_dim: usize, rope: impl Into<Rope>) -> Result<(Tensor, Tensor)> {
-        let table: Arc<rope::Table> = self.layer.rope(head_dim, rope).map_err(candle_core::Error::wrap)?;
-        let dims = (self.batch(), self.seq_len_local(), 1, table.pairs());
-        let options = self.layer.workspace().options();
-        let [cos, sin] = table.on(&options.device)?;
-        let shaped = |half: Tensor| half.reshape(dims)?.to_dtype(options.dtype);
-        Ok((shaped(cos)?, shaped(sin)?))
-    }
-}
 
 /// Runs a block written with candle ops as a [`Layer`], with candle's autograd for this one layer. The graph
 /// spans only the block and is dropped after the layer's backward.
 ///
 /// The block must treat tokens independently except through [`BlockContext::attention`]; this allows sequence
-/// parallelism. With tensor parallelism, every tp rank has the whole parameters and computes all tokens of its sp rank;
-/// a block that is [`token_wise`](Self::token_wise) computes only the rank's own. Gradients count each token once.
+/// parallelism. With tensor parallelism, every tp rank computes all tokens of its sp rank, with its part of the weights that a
+/// plan divides ([`parallelize`](Self::parallelize)) and the others whole. Without a plan, a block that is
+/// [`token_wise`](Self::token_wise) computes only the rank's own tokens. Gradients count each token once.
 ///
 /// Every op must be differentiable in candle. The fused softmax, norms and rope of `candle_nn`
 /// are not, and silently give no gradient; a parameter without a gradient is an error here.
@@ -156,10 +107,94 @@ where
         Self { output_width: Some(width), ..self }
     }
 
-    /// States that the block treats every token by itself and does not attend. The ranks of tp then share its tokens.
+    /// States that the block treats every token by itself and does not attend. The ranks of tp then share its tokens, unless they
+    /// divide its weights.
     #[must_use]
     pub fn token_wise(self) -> Self {
         Self { is_token_wise: true, ..self }
+    }
+
+    /// Divides linear layers over tp, by their names as in [`BlockContext::linear`]: torch's `parallelize_module`. The block must
+    /// compute them by that function; other parameters stay whole on every rank.
+    ///
+    /// `Colwise` outputs are this rank's part of the features, which only element-wise operations,
+    /// [`BlockContext::attention`] and a `Rowwise` layer may follow. Widths may be uneven; weights of attention say their heads by
+    /// [`ParameterSpec::in_parts`].
+    ///
+    /// ```
+    /// use ulysses::candle::Tensor;
+    /// use ulysses::nn::ParallelStyle::{Colwise, Rowwise};
+    /// use ulysses::nn::{AutogradLayer, BlockContext, Init, ParameterSpec};
+    ///
+    /// let weight = |name: &str, shape: [usize; 2]| ParameterSpec::new(name, shape, Init::Normal { std: 0.02 });
+    /// let parameters = vec![weight("mlp.up.weight", [41, 10]), weight("mlp.down.weight", [10, 41])];
+    /// let block = |_: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>| {
+    ///     ctx.linear("down", &ctx.linear("up", x)?.gelu()?)
+    /// };
+    /// AutogradLayer::new("mlp", parameters, block).parallelize([("up", Colwise), ("down", Rowwise)])?;
+    /// # Ok::<(), ulysses::nn::LayerError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A name that no weight has.
+    pub fn parallelize<N: AsRef<str>>(
+        mut self,
+        plan: impl IntoIterator<Item = (N, ParallelStyle)>,
+    ) -> std::result::Result<Self, LayerError> {
+        for (name, style) in plan {
+            let weight = find_weight(&self.name, &self.parameters, name.as_ref())?;
+            self.parameters[weight].style = Some(style);
+        }
+        Ok(self)
+    }
+
+    /// Keeps this rank's part of the planned weights and their biases. Returns whether there are any.
+    fn divide(&mut self, tp: TensorRank) -> std::result::Result<bool, LayerError> {
+        let styles = self.parameters.iter().enumerate();
+        let planned: Vec<_> = styles.filter_map(|(index, spec)| Some((index, spec.style?))).collect();
+        for &(index, style) in &planned {
+            let ranks = self.ranges(&self.parameters[index], style.dim(), tp)?;
+            let bias =
+                self.parameters[index].name.strip_suffix("weight").map(|linear| format!("{linear}bias"));
+            let bias = self.parameters.iter().position(|spec| Some(&spec.name) == bias.as_ref());
+            if let Some(bias) = bias.filter(|_| style == ParallelStyle::Colwise) {
+                self.parameters[bias].shard(0, ranks.clone(), tp.rank);
+            }
+            self.parameters[index].shard(style.dim(), ranks, tp.rank);
+        }
+        Ok(!planned.is_empty())
+    }
+
+    /// The indices of a weight's dimension that each rank has: whole parts.
+    fn ranges(
+        &self,
+        weight: &ParameterSpec,
+        dim: usize,
+        tp: TensorRank,
+    ) -> std::result::Result<Vec<Vec<Range<usize>>>, LayerError> {
+        let len = weight.shape[dim];
+        let (layer, parameter, parts) = (self.name.clone(), weight.name.clone(), weight.parts.unwrap_or(len));
+        // Heads of queries and keys that are divided in different numbers would not fit each other.
+        let is_planned = |spec: &&ParameterSpec| spec.style.is_some() && spec.parts.is_some();
+        let first = self.parameters.iter().find(is_planned).and_then(|spec| spec.parts);
+        let expected = match first.filter(|first| weight.parts.is_some_and(|parts| parts != *first)) {
+            Some(first) => {
+                Some(format!("another weight of the layer is in {first}: expected the same number"))
+            }
+            None if parts == 0 || !len.is_multiple_of(parts) => {
+                Some(format!("expected a divisor of {len}, the length of its dimension {dim}"))
+            }
+            None => None,
+        };
+        if let Some(expected) = expected {
+            return Err(LayerError::WeightParts { layer, parameter, parts, expected });
+        }
+        if parts < tp.size {
+            return Err(LayerError::PlannedWeight { layer, parameter, parts, size: tp.size });
+        }
+        let width = len / parts;
+        let indices = |parts: Range<usize>| parts.start * width..parts.end * width;
+        Ok(tp.ranges(parts).map(|own| vec![indices(own)]).collect())
     }
 
     /// This rank's tokens of the block's result.
@@ -188,13 +223,18 @@ where
         x: &Tensor,
         ctx: &LayerContext,
     ) -> std::result::Result<(Tensor, Saved), LayerError> {
-        let own = self.is_token_wise.then(|| ctx.of_own_tokens());
+        let own = (self.is_token_wise && self.tp.is_none()).then(|| ctx.of_own_tokens());
         let gathered = match self.tp {
             Some(_) => Some(ctx.token_exchange(&self.name)?.gather(x, ctx.seq_len_local())?),
             None => None,
         };
         let (x, layer) = (gathered.as_ref().unwrap_or(x), own.as_ref().unwrap_or(ctx));
-        let run = |params: &[Tensor], x: &Tensor| (self.block)(params, x, &BlockContext { layer });
+        let run = |params: &[Tensor], x: &Tensor| {
+            let context = BlockContext::new(layer, &self.name, (&self.parameters, params));
+            let y = (self.block)(params, x, &context)?;
+            context.check_divided_weights().map_err(Error::wrap)?;
+            Ok(y)
+        };
         let graph = AutogradGraph::record(params, x, run)?;
         let y = graph.output();
         let (batch, seq_len, hidden) = x.dims3()?;
@@ -231,8 +271,18 @@ where
         }
     }
 
-    fn tensor_parallel(self: Box<Self>, tp: TensorRank) -> std::result::Result<Box<dyn Layer>, LayerError> {
-        let tp = (!self.is_token_wise).then_some(tp);
-        Ok(Box::new(Self { tp, ..*self }))
+    fn apply_plan(&mut self, style_of: &dyn Fn(&str) -> Option<ParallelStyle>) {
+        for spec in self.parameters.iter_mut().filter(|spec| spec.shape.len() == 2 && spec.style.is_none()) {
+            spec.style = style_of(&spec.name);
+        }
+    }
+
+    fn tensor_parallel(
+        mut self: Box<Self>,
+        tp: TensorRank,
+    ) -> std::result::Result<Box<dyn Layer>, LayerError> {
+        let is_divided = self.divide(tp)?;
+        self.tp = (is_divided || !self.is_token_wise).then_some(tp);
+        Ok(self)
     }
 }

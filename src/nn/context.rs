@@ -188,9 +188,9 @@ impl LayerContext {
     ///
     /// # Errors
     /// A context without one.
-    pub fn token_exchange(&self, layer: &str) -> Result<&dyn TokenExchange, LayerError> {
+    pub fn token_exchange(&self, layer: &str) -> Result<&Arc<dyn TokenExchange>, LayerError> {
         let missing = || LayerError::NoTensorParallelism { layer: layer.to_owned() };
-        self.token_exchange.as_deref().ok_or_else(missing)
+        self.token_exchange.as_ref().ok_or_else(missing)
     }
 
     /// Sets the tiling.

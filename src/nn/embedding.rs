@@ -1,6 +1,8 @@
 //! The token embedding: from token ids to hidden states.
 
-use super::{Init, InputLayer, LayerContext, LayerError, LocalBatch, ParameterSpec, Saved, TensorRank};
+use super::{
+    Init, InputLayer, LayerContext, LayerError, LocalBatch, ParallelStyle, ParameterSpec, Saved, TensorRank,
+};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use ulysses_kernels::device::dry;
@@ -43,7 +45,7 @@ impl Embedding {
     /// With the rows of the matrix that one rank of tp has; `None` if there are fewer than ranks.
     pub(super) fn divided(&self, tp: TensorRank) -> Option<Self> {
         let mut part = self.clone();
-        part.rows = Some(part.parameters[0].divide_vocabulary(tp)?);
+        part.rows = Some(part.parameters[0].divide_vocabulary(ParallelStyle::Rowwise, tp)?);
         Some(part)
     }
 

@@ -46,6 +46,73 @@ pub enum LayerError {
         /// The layer.
         layer: String,
     },
+    /// A weight has fewer parts than there are ranks to divide it.
+    #[error(
+        "layer {layer}: `{parameter}` has {parts} parts along the dimension that the plan divides, fewer than tp = {size} ranks; \
+         tp of 1 to {parts} is valid"
+    )]
+    PlannedWeight {
+        /// The layer.
+        layer: String,
+        /// The weight.
+        parameter: String,
+        /// Number of parts that must stay whole.
+        parts: usize,
+        /// The number of ranks.
+        size: usize,
+    },
+    /// The parts of planned weights do not fit their shape, or each other.
+    #[error("layer {layer}: `{parameter}` is in {parts} parts; {expected}")]
+    WeightParts {
+        /// The layer.
+        layer: String,
+        /// The weight.
+        parameter: String,
+        /// Number of its parts.
+        parts: usize,
+        /// What would be valid.
+        expected: String,
+    },
+    /// A layer has no linear layer of this name.
+    #[error(
+        "layer {layer}: no parameter is called `{name}.weight` or `{layer}.{name}.weight` and is a matrix; it has the matrices {}",
+        known.join(", ")
+    )]
+    UnknownLinear {
+        /// The layer.
+        layer: String,
+        /// The name.
+        name: String,
+        /// Its parameters with two dimensions.
+        known: Vec<String>,
+    },
+    /// A linear layer got an input of another width.
+    #[error("`{parameter}` takes inputs of width {expected}, got {got}{}", if *is_rowwise {
+        "; tp divides its inputs, so they must be the outputs of a layer that the plan divides \"colwise\""
+    } else {
+        ""
+    })]
+    LinearInput {
+        /// The weight.
+        parameter: String,
+        /// The valid width, on this rank.
+        expected: usize,
+        /// The width.
+        got: usize,
+        /// Whether the ranks of tp divide the inputs.
+        is_rowwise: bool,
+    },
+    /// A block computes with a divided weight by other operations.
+    #[error(
+        "layer {layer}: the plan divides `{parameter}` over tp, so the block must compute it by `BlockContext::linear`, which sums \
+         over the ranks"
+    )]
+    PlanNotUsed {
+        /// The layer.
+        layer: String,
+        /// The weight.
+        parameter: String,
+    },
     /// A document is longer than the model has learned positions.
     #[error(
         "a document has {len} tokens or more, and the model {num_positions} learned positions: \

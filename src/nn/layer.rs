@@ -1,6 +1,6 @@
 //! The [`Layer`] trait.
 
-use super::{LayerContext, LayerError, ParameterSpec, TensorRank};
+use super::{LayerContext, LayerError, ParallelStyle, ParameterSpec, TensorRank};
 use candle_core::Tensor;
 use std::any::Any;
 
@@ -93,6 +93,13 @@ pub trait Layer: Send + Sync {
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, LayerError>;
+
+    /// Takes over a plan of tensor parallelism, which knows styles by the full names of weights, before
+    /// [`tensor_parallel`](Self::tensor_parallel). A layer that divides itself ignores it, and the engine refuses a plan that
+    /// differs.
+    fn apply_plan(&mut self, style_of: &dyn Fn(&str) -> Option<ParallelStyle>) {
+        let _ = style_of;
+    }
 
     /// The part of the layer that one rank of tp has. Between modules it has some of the tokens only, and its input and
     /// output are `[batch, some tokens, hidden]`: [`TokenExchange`](super::TokenExchange). A layer that treats every token by

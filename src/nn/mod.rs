@@ -16,6 +16,7 @@ mod attention;
 mod attention_node;
 mod autograd;
 mod batch;
+mod block_context;
 mod branch;
 mod causal_conv;
 mod context;
@@ -31,6 +32,7 @@ mod linear_attention;
 mod parameters;
 mod rms_norm;
 mod short_conv;
+mod sum_node;
 mod tensor_parallel;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -42,8 +44,9 @@ pub use attention::{
 };
 pub use attention_node::autograd_attention;
 pub(crate) use autograd::AutogradGraph;
-pub use autograd::{AutogradLayer, BlockContext};
+pub use autograd::AutogradLayer;
 pub use batch::LocalBatch;
+pub use block_context::BlockContext;
 pub(crate) use branch::recycle_unless;
 pub use branch::{Branch, BranchNorms};
 pub use context::{LayerContext, Tiling, TokenLayout};
@@ -62,7 +65,7 @@ pub use linear_attention::{
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use rms_norm::{NormConfig, RmsNorm};
 pub use short_conv::{ShortConv, ShortConvConfig, ShortConvSaved};
-pub use tensor_parallel::{TensorRank, TokenExchange};
+pub use tensor_parallel::{ParallelStyle, TensorRank, TokenExchange};
 pub use token_mixer::{MixerConfig, MixerSaved, TokenMixer};
 
 use candle_core::Tensor;

@@ -3,7 +3,7 @@
 //! The engine owns all parameters and passes a layer its own, in one order. A module keeps a [`Parameter`] for each
 //! of its own, and finds its values and gradients by it.
 
-use super::{LayerContext, LayerError, TensorRank};
+use super::{LayerContext, LayerError, ParallelStyle, TensorRank};
 use crate::mesh::TensorShard;
 use candle_core::Tensor;
 use std::num::NonZero;
@@ -43,12 +43,24 @@ pub struct ParameterSpec {
     pub shard: Option<Box<TensorShard>>,
     /// Whether it is never trained, as a persistent buffer of PyTorch. It is then frozen.
     pub is_constant: bool,
+    /// How the ranks of tp divide the parameter, or its use, as the weight of a linear layer.
+    pub style: Option<ParallelStyle>,
+    /// Number of equal parts of the divided dimension that stay whole: [`in_parts`](Self::in_parts).
+    pub(super) parts: Option<usize>,
 }
 
 impl ParameterSpec {
     /// Creates a parameter called `name`.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> Self {
-        Self { name: name.into(), shape: shape.into(), init, shard: None, is_constant: false }
+        let (name, shape) = (name.into(), shape.into());
+        Self { name, shape, init, shard: None, is_constant: false, style: None, parts: None }
+    }
+
+    /// States that the dimension over which tp divides a weight has this many equal parts, and that none may be cut. Weights of
+    /// one attention have as many as KV heads: those of the queries and of the output in groups that share one.
+    #[must_use]
+    pub fn in_parts(self, parts: usize) -> Self {
+        Self { parts: Some(parts), ..self }
     }
 
     /// The whole parameter.
@@ -67,11 +79,12 @@ impl ParameterSpec {
     }
 
     /// Keeps this rank's rows of a matrix with one row per token of the vocabulary, and returns which they are; `None` if there are
-    /// fewer rows than ranks.
-    pub(crate) fn divide_vocabulary(&mut self, tp: TensorRank) -> Option<Range<usize>> {
+    /// fewer rows than ranks. Rows are outputs of the head and inputs of the embedding, which `style` says.
+    pub(crate) fn divide_vocabulary(&mut self, style: ParallelStyle, tp: TensorRank) -> Option<Range<usize>> {
         let ranks: Vec<_> = tp.ranges(self.shape[0]).collect();
         let own = ranks.get(tp.rank).filter(|_| self.shape[0] >= tp.size)?.clone();
         self.shard(0, ranks.into_iter().map(|rows| vec![rows]).collect(), tp.rank);
+        self.style = Some(style);
         Some(own)
     }
 
@@ -128,6 +141,11 @@ impl ParameterList {
         rank: usize,
     ) {
         self.specs[parameter.index()].shard(dim, ranks, rank);
+    }
+
+    /// Records how the ranks of tp divide a weight, or its use.
+    pub(super) fn set_style(&mut self, weight: Parameter, style: ParallelStyle) {
+        self.specs[weight.index()].style = Some(style);
     }
 
     /// The layer's name.

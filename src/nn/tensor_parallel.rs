@@ -1,4 +1,4 @@
-//! Tensor parallelism: the ranks that divide a layer, and the tokens that they exchange around its modules.
+//! Tensor parallelism: the ranks that divide a layer, how they divide a weight, and the tokens that they exchange around modules.
 
 use super::LayerError;
 use crate::mesh::shard_range;
@@ -18,6 +18,22 @@ impl TensorRank {
     /// The range of each rank, if the ranks divide `len` as evenly as possible.
     pub(crate) fn ranges(self, len: usize) -> impl Iterator<Item = Range<usize>> {
         (0..self.size).map(move |rank| shard_range(len, self.size, rank))
+    }
+}
+
+/// How the ranks of tp divide the weight `[out, in]` of `y = x·Wᵀ + b`: torch's `ColwiseParallel` and `RowwiseParallel`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ParallelStyle {
+    /// Each rank has some outputs: rows of the weight, and their biases.
+    Colwise,
+    /// Each rank has some inputs: columns of the weight. The ranks' outputs are summed, then the bias is added.
+    Rowwise,
+}
+
+impl ParallelStyle {
+    /// The dimension of a weight `[out, in]` that the ranks divide.
+    pub fn dim(self) -> usize {
+        usize::from(self == Self::Rowwise)
     }
 }
 

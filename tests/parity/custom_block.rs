@@ -5,7 +5,7 @@
 mod example;
 #[path = "../../examples/12_hsdp_toy.rs"]
 #[allow(dead_code, reason = "the example's main")]
-mod toy;
+pub(super) mod toy;
 
 use crate::support::compare::{assert_all_close, assert_scalar_close};
 use crate::support::device::test_device;
@@ -17,6 +17,7 @@ use crate::support::problems::{CONFIG, main_problem, packed_batch};
 use crate::support::reference::{Batch, ReferenceConfig};
 use std::sync::Arc;
 use ulysses::candle::{Device, Result, Tensor, bail};
+use ulysses::comm::TrainingGroups;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::data::GlobalBatch;
 use ulysses::engine::{BatchOutcome, Engine};
@@ -30,7 +31,7 @@ use ulysses::objective::{AutogradObjective, LossTerms};
 
 const TOLERANCE: f64 = 2e-5;
 
-fn layouts() -> impl Iterator<Item = Layout> {
+pub(super) fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 2), (1, 3)];
     let whole = meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)));
     let divided = [layout(1, 1, 0), layout(1, 2, 3), layout(2, 1, 2)].map(|whole| Layout { tp: 2, ..whole });
@@ -45,45 +46,59 @@ fn packed() -> GlobalBatch {
 
 /// Three clipped SGD steps of `model`.
 fn run(layout: Layout, model: fn() -> Model, global: &GlobalBatch) -> BatchOutcome {
+    run_on(layout, model, global, |groups| groups)
+}
+
+/// As [`run`], with groups that `change` has changed.
+pub(super) fn run_on(
+    layout: Layout,
+    model: fn() -> Model,
+    global: &GlobalBatch,
+    change: impl Fn(TrainingGroups) -> TrainingGroups + Sync,
+) -> BatchOutcome {
     let problem = main_problem(Rule::Sgd { lr: 0.1 }, Some(0.5));
     let config = problem.json_config(layout, global.batch_size()).unwrap();
     let outcomes = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
         let (weights, attention) = (RandomWeights { seed: 3 }, Arc::new(FlashAttention::default()));
         let mut engine =
-            Engine::with_attention(model(), &weights, &config, groups, attention, &test_device())?;
-        let outcome = engine.run_global_batch(global, 3)?;
-        engine.check_replicas()?;
-        Ok(outcome)
+            Engine::with_attention(model(), &weights, &config, change(groups), attention, &test_device())?;
+        Ok((engine.run_global_batch(global, 3)?, engine.check_replicas()))
     });
-    outcomes.unwrap().remove(0)
+    let (outcome, replicas) = outcomes.unwrap().remove(0);
+    replicas.unwrap();
+    outcome
 }
 
 /// Compares every layout with the single rank.
-fn check(model: fn() -> Model, global: &GlobalBatch) {
+pub(super) fn check(model: fn() -> Model, global: &GlobalBatch) {
     let expected = run(layout(1, 1, 0), model, global);
     assert!(expected.gradients.iter().all(|(_, gradient)| {
         gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap() > 0.0
     }));
     for layout in layouts() {
-        let outcome = run(layout, model, global);
-        for (report, expected) in outcome.reports.iter().zip(&expected.reports) {
-            assert_scalar_close(&format!("{layout:?}: loss"), report.loss, expected.loss, TOLERANCE);
-            let (norm, expected) = (report.grad_norm, expected.grad_norm);
-            assert_scalar_close(&format!("{layout:?}: norm"), norm, expected, TOLERANCE);
-        }
-        for (what, actual, expected) in [
-            ("gradient", &outcome.gradients, &expected.gradients),
-            ("parameter", &outcome.parameters, &expected.parameters),
-        ] {
-            let label = format!("{layout:?}: {what}");
-            assert_all_close(&label, &by_name(actual), &by_name(expected), TOLERANCE);
-        }
+        compare(&run(layout, model, global), &expected, &format!("{layout:?}"));
+    }
+}
+
+/// Compares loss, norms, gradients and parameters of all steps.
+#[track_caller]
+pub(super) fn compare(outcome: &BatchOutcome, expected: &BatchOutcome, label: &str) {
+    for (report, expected) in outcome.reports.iter().zip(&expected.reports) {
+        assert_scalar_close(&format!("{label}: loss"), report.loss, expected.loss, TOLERANCE);
+        let (norm, expected) = (report.grad_norm, expected.grad_norm);
+        assert_scalar_close(&format!("{label}: norm"), norm, expected, TOLERANCE);
+    }
+    for (what, actual, expected) in [
+        ("gradient", &outcome.gradients, &expected.gradients),
+        ("parameter", &outcome.parameters, &expected.parameters),
+    ] {
+        assert_all_close(&format!("{label}: {what}"), &by_name(actual), &by_name(expected), TOLERANCE);
     }
 }
 
 #[test]
 fn the_block_of_the_example_is_the_same_on_every_mesh() {
-    check(example::model, &packed());
+    check(|| example::model().unwrap(), &packed());
 }
 
 #[test]
@@ -180,7 +195,10 @@ fn mixed() -> Model {
         ..llama_config(&CONFIG)
     };
     let decoder = Box::new(DecoderLayer::new(&config, 1));
-    Model { layers: vec![example::layer(0), decoder, example::layer(2)], ..example::model() }
+    Model {
+        layers: vec![example::layer(0).unwrap(), decoder, example::layer(2).unwrap()],
+        ..example::model().unwrap()
+    }
 }
 
 #[test]

@@ -12,6 +12,7 @@ mod lr_schedules;
 mod mamba2;
 mod mesh_invariance;
 mod optimizers;
+mod parallel_plan;
 mod parameter_groups;
 mod pipeline;
 mod precision;

@@ -82,7 +82,8 @@ impl<T: Keys> Setting for T {
     fn written(&self) -> Option<Json> {
         let mut object = Map::new();
         self.write_into(&mut object);
-        (!self.is_left_out()).then_some(Json::Object(object))
+        // Such as a section of which every key is absent.
+        (!self.is_left_out() && !object.is_empty()).then_some(Json::Object(object))
     }
 }
 

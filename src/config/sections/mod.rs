@@ -12,5 +12,6 @@ pub(crate) mod parameter_groups;
 pub(crate) mod pipeline;
 pub(crate) mod precision;
 pub(crate) mod scheduler;
+pub(crate) mod tensor_parallel;
 pub(crate) mod ulysses;
 pub(crate) mod zero;

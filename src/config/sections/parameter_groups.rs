@@ -112,7 +112,7 @@ impl GroupRate {
     }
 }
 
-/// A regular expression that matches any part of a parameter's full name.
+/// A regular expression that matches any part of a parameter's full name, or its start.
 #[derive(Clone, Debug, Default)]
 pub struct NamePattern {
     /// The pattern as written.
@@ -130,6 +130,11 @@ impl NamePattern {
     /// Returns the pattern as written.
     pub fn as_str(&self) -> &str {
         &self.text
+    }
+
+    /// Compiles a pattern that matches names from their start on; the error says what would be valid.
+    pub(super) fn from_start(pattern: &str) -> Result<Self, String> {
+        Ok(Self { text: pattern.to_owned(), ..Self::new(&format!("^(?:{pattern})"))? })
     }
 
     /// Compiles a pattern; the error says what would be valid.

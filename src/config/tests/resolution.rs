@@ -1,7 +1,7 @@
 //! From a file and flags to a config.
 
 use super::*;
-use crate::config::{ChatDate, LongConversations};
+use crate::config::{ChatDate, LongConversations, TensorParallelConfig};
 
 /// Everything off, with DeepSpeed's values where it is on.
 fn defaults_of_monitoring() -> MonitoringConfig {
@@ -42,6 +42,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         scheduler: None,
         gradient_clipping: 0.0,
         precision: Precision::F32,
+        tensor_parallel: TensorParallelConfig::default(),
         zero: ZeroConfig {
             stage: ZeroStage::Disabled,
             mics_shard_size: None,

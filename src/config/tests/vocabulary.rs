@@ -110,6 +110,10 @@ fn surroundings(entry: &Entry) -> Value {
         _ if entry.path.starts_with("ulysses.parameter_groups.") => {
             json!({ "ulysses": { "parameter_groups": [{ "match": "a name" }] } })
         }
+        _ if entry.path.starts_with("tensor_parallel.partition_config.layer_specs.") => {
+            let spec = json!({ "patterns": ["a name"] });
+            json!({ "tensor_parallel": { "partition_config": { "layer_specs": [spec] } } })
+        }
         _ if entry.path.starts_with("ulysses.data.") => {
             json!({ "ulysses": { "data": [{ "path": "a path", "weight": 2.0 }] } })
         }
@@ -140,6 +144,11 @@ fn with_value(entry: &Entry, value: Value) -> String {
     }
     section[last] = value;
     file.to_string()
+}
+
+/// The path of a key in messages about such a file.
+fn shown_path(entry: &Entry) -> String {
+    entry.path.replace("layer_specs.", "layer_specs[0].")
 }
 
 /// Returns the settings of the config, without notes.
@@ -187,7 +196,7 @@ fn every_key_without_effect_leaves_one_note_and_the_config_as_it_is() {
     for entry in leaves() {
         let Effect::Ignored(why) = entry.key.effect else { continue };
         let text = with_value(&entry, sample(entry.key));
-        let is_note = |note: &&Note| note.contains(&format!("`{}` has no effect: {why}", entry.path));
+        let is_note = |note: &&Note| note.contains(&format!("`{}` has no effect: {why}", shown_path(&entry)));
         assert_eq!(notes(&text).iter().filter(is_note).count(), 1, "{text} {:?}", notes(&text));
         let severity = if entry.key.is_missed { Severity::Warning } else { Severity::Info };
         assert_eq!(notes(&text).iter().find(is_note).unwrap().severity, severity, "{text}");
@@ -203,7 +212,7 @@ fn every_refused_key_is_refused_with_its_reason_and_accepted_when_it_is_off() {
     for entry in leaves() {
         let Effect::Refused { harmless, reason } = entry.key.effect else { continue };
         let on = message(&with_value(&entry, sample(entry.key)));
-        assert!(on.contains(&format!("`{}`: {reason}", entry.path)), "{on}");
+        assert!(on.contains(&format!("`{}`: {reason}", shown_path(&entry))), "{on}");
         let off: Vec<_> = match harmless {
             Harmless::Values(values) => values.iter().map(|literal| literal.to_json()).collect(),
             Harmless::NothingEnabled => vec![json!({ "shared": [{ "enabled": false }, 1] })],

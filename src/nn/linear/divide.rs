@@ -1,8 +1,8 @@
 //! The part of linear layers that one rank of tp has.
 
 use super::{Bias, Linear, Outputs};
-use crate::nn::ParameterList;
 use crate::nn::tensor_parallel::are_shared;
+use crate::nn::{ParallelStyle, ParameterList};
 use std::ops::Range;
 
 impl Linear {
@@ -33,12 +33,14 @@ impl Linear {
     ) {
         let ranks = inputs.iter().map(|inputs| vec![inputs.clone()]).collect();
         parameters.shard(self.weight, self.layout.transposed().output_dim(), ranks, rank);
+        parameters.set_style(self.weight, ParallelStyle::Rowwise);
         self.bias = self.bias.filter(|_| rank == 0);
     }
 }
 
 /// [`Linear::divide_outputs`] of layers with one weight.
 fn divide_rows(parameters: &mut ParameterList, mut layers: Vec<(&mut Linear, &[Range<usize>])>, rank: usize) {
+    layers.iter().for_each(|(layer, _)| parameters.set_style(layer.weight, ParallelStyle::Colwise));
     if layers.iter().any(|(_, ranks)| are_shared(ranks)) {
         for (layer, outputs) in layers {
             layer.outputs = layer.outputs.part(&outputs[rank]);

@@ -3,10 +3,13 @@
 
 use super::shared_tiles::{SharedTiles, Tile, VocabSlice};
 use super::{CausalLm, Head};
-use crate::nn::{LayerContext, LayerError, LocalBatch, ParameterSpec, Saved, TensorRank, TokenExchange};
+use crate::nn::{
+    LayerContext, LayerError, LocalBatch, ParallelStyle, ParameterSpec, Saved, TensorRank, TokenExchange,
+};
 use crate::objective::labeled_tokens::Chunk;
 use crate::objective::{Losses, Objective};
 use candle_core::Tensor;
+use std::sync::Arc;
 use ulysses_kernels::lm_head_loss::{self, LogitTiles, slice};
 use ulysses_kernels::{Workspace, elementwise, linear};
 
@@ -43,7 +46,7 @@ impl VocabParallelLm {
     /// Keeps the part of one rank; `None` if there are more ranks than classes.
     pub(super) fn new(mut head: CausalLm, tp: TensorRank) -> Option<Self> {
         let vocab_size = head.vocab_size();
-        let classes = head.parameters[1].divide_vocabulary(tp)?;
+        let classes = head.parameters[1].divide_vocabulary(ParallelStyle::Colwise, tp)?;
         Some(Self { head, slice: VocabSlice { vocab_size, classes, tp } })
     }
 
@@ -56,7 +59,7 @@ impl VocabParallelLm {
         LogitTiles { tokens, softcap: self.head.softcap, is_slice: true }
     }
 
-    fn exchange<'a>(&self, ctx: &'a LayerContext) -> Result<&'a dyn TokenExchange, LayerError> {
+    fn exchange<'a>(&self, ctx: &'a LayerContext) -> Result<&'a Arc<dyn TokenExchange>, LayerError> {
         ctx.token_exchange(self.name())
     }
 

@@ -182,7 +182,7 @@ pub fn check_exchange(
 ) -> Result<(), JobError> {
     let (chunks, sharding, tp_size) =
         (config.ulysses.head_chunks, config.seq_sharding(), config.mesh.tp_size);
-    check_tensor_parallel(model, tp_size).or_usage()?;
+    check_tensor_parallel(model, config).or_usage()?;
     let layers = layers_of_tp_ranks(model, tp_size).or_usage()?.concat();
     let max_chunks = layers.iter().map(|layer| layer.max_head_chunks()).min().unwrap_or(0);
     if chunks > max_chunks {

@@ -1,0 +1,155 @@
+//! `tensor_parallel`: how the ranks of tp divide weights, by patterns of names.
+
+use super::parameter_groups::NamePattern;
+use crate::config::define::words::{choice, key, section};
+use crate::config::define::{Keys, Setting, choices, keys, section_keys};
+use crate::config::reader::Section;
+use crate::config::vocabulary::{Key, Value};
+use serde_json::Value as Json;
+
+/// Limit on the time and memory that a hostile file can take: specs, and patterns of each.
+const MAX_PATTERNS: usize = 100;
+
+keys! {
+    /// Tensor parallelism (DeepSpeed's AutoTP).
+    #[derive(Clone, Debug, Default, PartialEq)]
+    pub struct TensorParallelConfig {
+        /// Patterns of names, and how the ranks of tp divide their weights.
+        pub partition_config: PartitionConfig = section(),
+    }
+}
+
+keys! {
+    /// Patterns of names, and how the ranks of tp divide their weights.
+    #[derive(Clone, Debug, Default, PartialEq)]
+    pub struct PartitionConfig {
+        /// The first spec that matches the name of a weight says how a layer of your own divides it. Layers of a model family divide
+        /// themselves: a spec that says otherwise is an error.
+        pub layer_specs: Vec<LayerSpec> = section(),
+    }
+}
+
+keys! {
+    /// How the ranks of tp divide the weights that a pattern matches.
+    #[derive(Clone, Debug, PartialEq)]
+    pub struct LayerSpec {
+        /// Regular expressions that match full names of weights from their start on, as Python's `re.match`. Each must match a
+        /// weight with two dimensions.
+        pub patterns: Vec<NamePattern> = key(Value::List).required(),
+        /// "column": each rank has some outputs; "row": some inputs, and outputs are summed; "skip": every rank has the whole weight.
+        pub partition_type: PartitionType = choice().text("column"),
+    }
+}
+
+choices! {
+    /// What the ranks of tp divide.
+    pub enum PartitionType {
+        /// Outputs: rows of a weight `[out, in]`.
+        #[default]
+        Column = "column",
+        /// Inputs: its columns.
+        Row = "row",
+        /// Nothing.
+        Skip = "skip",
+    }
+}
+
+/// A style of a plan in transformers' words that is not supported.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the style of {pattern:?} is {style:?}: \"colwise\" and \"rowwise\" are valid; leave out weights that every rank has whole"
+)]
+pub struct TpPlanError {
+    /// The pattern.
+    pub pattern: String,
+    /// Its style.
+    pub style: String,
+}
+
+impl TensorParallelConfig {
+    /// Reads a plan in transformers' words, its `tp_plan`: names of modules, with `*` for numbers, and "colwise" or "rowwise".
+    ///
+    /// ```
+    /// use ulysses::config::{LayerSpec, PartitionType, TensorParallelConfig};
+    ///
+    /// let plan = [("layers.*.mlp.up_proj", "colwise"), ("layers.*.mlp.down_proj", "rowwise")];
+    /// let specs = TensorParallelConfig::from_tp_plan(plan)?.partition_config.layer_specs;
+    /// let (index, _, spec) = LayerSpec::of(&specs, "model.layers.11.mlp.down_proj.weight").unwrap();
+    /// assert_eq!((index, spec.partition_type), (1, PartitionType::Row));
+    /// # Ok::<(), ulysses::config::TpPlanError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Another style.
+    pub fn from_tp_plan<'a>(plan: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, TpPlanError> {
+        let spec = |(pattern, style): (&str, &str)| {
+            let unsupported = || TpPlanError { pattern: pattern.to_owned(), style: style.to_owned() };
+            let partition_type = match style {
+                "colwise" => PartitionType::Column,
+                "rowwise" => PartitionType::Row,
+                _ => return Err(unsupported()),
+            };
+            let name = regex::escape(pattern).replace(r"\*", r"\d+");
+            let of_module = NamePattern::from_start(&format!(r"(.*\.)?{name}(\.weight)?$"));
+            Ok(LayerSpec { patterns: vec![of_module.map_err(|_| unsupported())?], partition_type })
+        };
+        let layer_specs = plan.into_iter().map(spec).collect::<Result<_, _>>()?;
+        Ok(Self { partition_config: PartitionConfig { layer_specs } })
+    }
+}
+
+impl LayerSpec {
+    /// Returns the first spec that matches the name of a weight, with its index and the pattern.
+    pub fn of<'a>(specs: &'a [Self], name: &str) -> Option<(usize, &'a NamePattern, &'a Self)> {
+        specs.iter().enumerate().find_map(|(index, spec)| {
+            let pattern = spec.patterns.iter().find(|pattern| pattern.matches(name))?;
+            Some((index, pattern, spec))
+        })
+    }
+}
+
+impl Setting for Vec<LayerSpec> {
+    fn complete(key: Key, path: &str) -> Key {
+        Key { value: Value::Sections(section_keys::<LayerSpec>(path, None)), ..key }
+    }
+
+    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
+        let specs = section.sections(name);
+        if specs.len() > MAX_PATTERNS {
+            section.contradiction(name, &format!("at most {MAX_PATTERNS} specs"));
+            return None;
+        }
+        Some(specs.iter().map(LayerSpec::from_section).collect())
+    }
+
+    fn read(section: &Section<'_>, name: &'static str) -> Self {
+        Self::find(section, name).unwrap_or_default()
+    }
+
+    fn written(&self) -> Option<Json> {
+        (!self.is_empty()).then(|| self.iter().filter_map(Setting::written).collect())
+    }
+}
+
+impl Setting for Vec<NamePattern> {
+    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
+        let texts = section.texts(name);
+        if texts.len() > MAX_PATTERNS {
+            section.contradiction(name, &format!("at most {MAX_PATTERNS} patterns"));
+            return None;
+        }
+        let compile = |(index, text): (usize, String)| {
+            let pattern = NamePattern::from_start(&text);
+            pattern.map_err(|expected| section.contradiction_within(name, &[index], &expected)).ok()
+        };
+        Some(texts.into_iter().flatten().enumerate().filter_map(compile).collect())
+    }
+
+    fn read(section: &Section<'_>, name: &'static str) -> Self {
+        Self::find(section, name).unwrap_or_default()
+    }
+
+    fn written(&self) -> Option<Json> {
+        Some(self.iter().map(NamePattern::as_str).collect())
+    }
+}
