@@ -124,7 +124,7 @@ impl Workload {
         &self,
         mesh: &DeviceMesh,
     ) -> Result<Vec<Option<CheckpointPart>>, EngineError> {
-        let recorder = Arc::new(Mutex::new(Recorder::new(self.device, self.config.zero.stage)));
+        let recorder = Arc::new(Mutex::new(Recorder::new(self.device, &self.config)));
         let of_rank = |rank| Ok(fake_groups(&self.config, mesh, rank, &recorder)?.written_part());
         (0..mesh.world_size()).map(of_rank).collect()
     }
@@ -153,7 +153,7 @@ impl Workload {
         let accumulation = config.gradient_accumulation_steps;
         config.gradient_accumulation_steps = accumulation.min(self.most_micro_batches(max_micro_batches)?);
         config.monitoring.comms_logger.enabled = false;
-        let recorder = Arc::new(Mutex::new(Recorder::new(self.device, config.zero.stage)));
+        let recorder = Arc::new(Mutex::new(Recorder::new(self.device, &config)));
         let device = DryDevice { kind: self.device, threads: config.ulysses.threads_per_rank.unwrap_or(1) };
         let sink = recorder.clone();
         let run = || {

@@ -99,7 +99,10 @@ impl Purpose {
             | Self::ExchangeBackward => false,
             Self::ReduceGradients => {
                 op == CollectiveOp::AllGather
-                    || matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens | Axis::Pp | Axis::Tied)
+                    || matches!(
+                        axis,
+                        Axis::Sp | Axis::Replicas | Axis::Tp | Axis::Tokens | Axis::Pp | Axis::Tied
+                    )
             }
             Self::Agree | Self::ExchangeTokens | Self::PassActivations => true,
         }
@@ -138,7 +141,7 @@ pub enum Axis {
     Ulysses,
     /// Tensor parallel.
     Tp,
-    /// Ranks with other tokens of the same sequences, those of sp and tp, if there is tensor parallelism.
+    /// Ranks with other tokens of the same sequences, those of sp and tp, if both have several.
     Tokens,
     /// Pipeline parallel.
     Pp,

@@ -3,7 +3,7 @@
 use super::event::{Axis, Event, Pass, Purpose, Transfer, Work};
 use crate::comm::CollectiveOp;
 use crate::comm::fake::{FakeCollective, FakeTransfer};
-use crate::config::ZeroStage;
+use crate::config::{Config, ZeroStage};
 use candle_core::DType;
 use std::collections::HashMap;
 use ulysses_kernels::device::DeviceKind;
@@ -22,6 +22,8 @@ pub(super) enum Phase {
 pub(super) struct Recorder {
     device: DeviceKind,
     stage: ZeroStage,
+    /// The axis that counts the traffic between ranks with other tokens: tp, if sp has one rank, since both have one group then.
+    tokens_axis: Axis,
     pub(super) phase: Phase,
     events: Vec<Event>,
     /// The purpose of the next exchange.
@@ -33,10 +35,11 @@ pub(super) struct Recorder {
 }
 
 impl Recorder {
-    pub(super) fn new(device: DeviceKind, stage: ZeroStage) -> Self {
+    pub(super) fn new(device: DeviceKind, config: &Config) -> Self {
         Self {
             device,
-            stage,
+            stage: config.zero.stage,
+            tokens_axis: if config.mesh.sp_size == 1 { Axis::Tp } else { Axis::Tokens },
             phase: Phase::Forward,
             events: Vec::new(),
             direction: Purpose::ExchangeForward,
@@ -90,7 +93,7 @@ impl Recorder {
         }
         self.events.push(Event::Collective(Transfer {
             op,
-            axis,
+            axis: if axis == Axis::Tokens { self.tokens_axis } else { axis },
             purpose,
             input_bytes: input_elems as u64 * bytes,
             sent_to: traffic.sent.iter().map(|elems| elems * bytes).collect(),

@@ -332,12 +332,7 @@ impl Case {
         };
         let mut moved = Moved::new();
         for transfer in &transfers {
-            // With one rank along sp, the group of the tokens is that of tp, which counts its bytes.
-            let axis = match transfer.axis.name() {
-                "tokens" if self.mesh.1 == 1 => "tp",
-                axis => axis,
-            };
-            let entry = moved.entry((axis, transfer.op)).or_default();
+            let entry = moved.entry((transfer.axis.name(), transfer.op)).or_default();
             *entry = (entry.0 + transfer.sent_bytes(), entry.1 + transfer.received_bytes);
         }
         (transfers.iter().map(started).collect(), moved)
