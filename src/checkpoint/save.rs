@@ -10,7 +10,7 @@ use super::state_file::{StateFile, write_state_file};
 use super::stored_layouts::StoredLayouts;
 use super::{CheckpointError, Storage};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
-use crate::zero::{CheckpointPart, StateSlice, ZeroError, ZeroOptimizer};
+use crate::zero::{CheckpointPart, PartReplica, StateSlice, ZeroError, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -57,8 +57,8 @@ pub struct Saver {
     group: Arc<dyn ProcessGroup>,
     directories: StepDirectories,
     options: SaveOptions,
-    /// The part that this rank writes, if any.
-    part: Option<CheckpointPart>,
+    /// The part of which this rank writes some files.
+    part: PartReplica,
     pending: Option<PendingSave>,
 }
 
@@ -80,15 +80,15 @@ enum WriteState {
 /// The files that a rank wrote, or its error.
 pub(super) type WriteResult = Result<Vec<FileEntry>, String>;
 
-/// A rank's partition by kind and unit; the units that have nothing in it are left out.
-pub(super) type PartitionState = Vec<Vec<StateSlice>>;
+/// A rank's partition by index of the kind, and by unit; the units that have nothing in it are left out.
+pub(super) type PartitionState = Vec<(usize, Vec<StateSlice>)>;
 
 impl Saver {
     /// Creates a saver for an existing `directory`, and removes partial checkpoints of earlier jobs. Collective.
     ///
     /// The job must hold the directory's lock. `group` has all ranks of the mesh and no other use; its first rank
-    /// creates and publishes directories. `part` is what this rank writes
-    /// ([`TrainingGroups::written_part`](crate::zero::TrainingGroups::written_part)): each part has one writer.
+    /// creates and publishes directories. `part` is what this rank has
+    /// ([`TrainingGroups::part_replica`](crate::comm::TrainingGroups::part_replica)): its replicas share the kinds of state.
     ///
     /// # Errors
     /// Fails if a partial checkpoint cannot be removed, or communication fails.
@@ -96,7 +96,7 @@ impl Saver {
         group: Arc<dyn ProcessGroup>,
         storage: Arc<dyn Storage>,
         directory: &Path,
-        part: Option<CheckpointPart>,
+        part: PartReplica,
         options: SaveOptions,
     ) -> Result<Self, CheckpointError> {
         let directories = StepDirectories { path: directory.to_owned(), storage };
@@ -126,24 +126,31 @@ impl Saver {
         let (started, step) = (Instant::now(), manifest.progress.step);
         let begun = if self.group.rank() == 0 { self.directories.begin(step) } else { Ok(()) };
         self.all_or_abandon(step, gather_results(&*self.group, &begun.map_err(|error| error.to_string()))?)?;
-        let work = match self.part {
-            None => WriteState::Done(Ok(Vec::new())),
-            Some(part) => {
-                let job = self.job(&manifest, part);
-                let parts = state_parts(state);
-                if self.options.background { spawn(job, &parts) } else { WriteState::Done(job.write(&parts)) }
-            }
+        let parts = self.own_kinds(state_parts(state));
+        let work = match (parts.is_empty(), self.options.background) {
+            (true, _) => WriteState::Done(Ok(Vec::new())),
+            (false, true) => spawn(self.job(&manifest), &parts),
+            (false, false) => WriteState::Done(self.job(&manifest).write(&parts)),
         };
         self.pending = Some(PendingSave { manifest, started, work });
         Ok(previous)
     }
 
-    fn job(&self, manifest: &Manifest, part: CheckpointPart) -> WriteJob {
+    /// Keeps the kinds of state that this replica writes. All replicas have the same bytes, and decide alike.
+    fn own_kinds(&self, parts: PartitionState) -> PartitionState {
+        let bytes =
+            |(_, units): &(usize, Vec<StateSlice>)| units.iter().map(|unit| unit.numel() as u64).sum();
+        let writers = self.part.writers(&parts.iter().map(bytes).collect::<Vec<_>>());
+        let own = parts.into_iter().zip(writers).filter(|(_, writer)| *writer == self.part.replica);
+        own.map(|(kind, _)| kind).collect()
+    }
+
+    fn job(&self, manifest: &Manifest) -> WriteJob {
         WriteJob {
             storage: self.directories.storage.clone(),
             dir: self.directories.unpublished(manifest.progress.step),
             manifest: manifest.clone(),
-            part,
+            part: self.part.part,
             read_back: self.options.keep_last.is_some(),
         }
     }
@@ -239,10 +246,11 @@ impl WriteJob {
     /// Writes the files of all kinds in parallel: one file waits for the disk while another is hashed.
     pub(super) fn write(&self, partition: &PartitionState) -> WriteResult {
         std::thread::scope(|scope| {
-            let files = self.manifest.kinds.iter().zip(partition);
             // Start all threads before waiting for the first.
-            let threads: Vec<_> = files
+            let threads: Vec<_> = partition
+                .iter()
                 .map(|(kind, units)| {
+                    let kind = &self.manifest.kinds[*kind];
                     let run = move || self.write_kind(kind, units).map_err(|error| error.to_string());
                     let thread = std::thread::Builder::new().name(format!("checkpoint-{kind}"));
                     thread.spawn_scoped(scope, run).map_err(|error| format!("cannot start a thread: {error}"))
@@ -269,12 +277,14 @@ impl WriteJob {
 
 /// Writes from a copy, in a thread.
 fn spawn(job: WriteJob, parts: &PartitionState) -> WriteState {
-    let copy = |part: &StateSlice| {
+    let copy = |part: &StateSlice| -> Result<StateSlice, ZeroError> {
         let tensor = part.tensor()?;
         Ok(StateSlice::whole(Tensor::from_vec(to_vec::<f32>(&tensor)?, tensor.shape(), &Device::Cpu)?))
     };
-    let copies = parts.iter().map(|units| units.iter().map(copy).collect()).collect();
-    let copies: PartitionState = match copies {
+    let copy_kind = |(kind, units): &(usize, Vec<StateSlice>)| {
+        Ok((*kind, units.iter().map(copy).collect::<Result<_, ZeroError>>()?))
+    };
+    let copies: PartitionState = match parts.iter().map(copy_kind).collect() {
         Ok(copies) => copies,
         Err(error) => return WriteState::Done(Err(ZeroError::to_string(&error))),
     };
@@ -289,9 +299,9 @@ fn spawn(job: WriteJob, parts: &PartitionState) -> WriteState {
     }
 }
 
-/// Returns what this rank writes of its partition, without copying.
+/// Returns what checkpoints have of this rank's partition, without copying.
 pub(super) fn state_parts(state: &ZeroOptimizer) -> PartitionState {
-    (0..state.state_kinds().len()).map(|kind| state.saved_parts(kind).collect()).collect()
+    (0..state.state_kinds().len()).map(|kind| (kind, state.saved_parts(kind).collect())).collect()
 }
 
 /// All-gathers the ranks' results.

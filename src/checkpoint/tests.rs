@@ -358,7 +358,7 @@ fn save_of_ranks(dir: &Path, (dp, sp, tp): (usize, usize, usize)) {
         zero.restore_state::<crate::zero::ZeroError>(&fill).unwrap();
         let units = layouts.iter().map(UnitEntry::of).collect();
         let manifest = Manifest { units, ..manifest(dp, sp, tp) };
-        let part = groups.written_part();
+        let part = groups.part_replica();
         let options = SaveOptions { keep_last: Some(1), background: false };
         let mut saver = Saver::new(all, Arc::new(LocalStorage), dir, part, options).unwrap();
         saver.begin(zero, manifest).unwrap();

@@ -69,8 +69,8 @@ impl RunRecord {
 
 impl Engine {
     /// Returns a [`Saver`] that writes this engine's checkpoints to `directory`, which must exist.
-    /// `group` must meet the requirements of [`Saver::new`]. Of the ranks that hold the same partition of the same shards, one
-    /// writes it. Collective.
+    /// `group` must meet the requirements of [`Saver::new`]. The ranks that hold the same partition of the
+    /// same shards share its files. Collective.
     ///
     /// # Errors
     /// As [`Saver::new`], or parts of the model with the same name.
@@ -85,7 +85,7 @@ impl Engine {
         if let Some(unit) = units.iter().find(|unit| !names.insert(&unit.name)) {
             return Err(EngineError::DuplicateUnit { name: unit.name.clone() });
         }
-        let part = self.groups.written_part();
+        let part = self.groups.part_replica();
         Ok(Saver::new(group, Arc::new(LocalStorage), directory, part, options)?)
     }
 

@@ -52,13 +52,13 @@ pub struct ZeroAxis<'a> {
 /// tp if it divides the parameters, and pp.
 ///
 /// A gradient is summed over the axes on which it is unreduced a summand: scattered where the optimizer state is sharded, as a whole
-/// where it is replicated. The norm adds up shards. Replicas are compared, and the first one is saved.
+/// where it is replicated. The norm adds up shards. Replicas are compared, and share the files of a checkpoint.
 #[derive(Debug, Clone)]
 pub struct BufferLayout<'a> {
     axes: Vec<ZeroAxis<'a>>,
 }
 
-/// The part of the state that one rank writes to a checkpoint.
+/// The part of the state that the files of a checkpoint have of one partition, rank along tp and stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CheckpointPart {
     /// Index of the partition.
@@ -67,6 +67,33 @@ pub struct CheckpointPart {
     pub tp_rank: usize,
     /// The stage of the pipeline whose parameters these are. Tied ones belong to the first.
     pub stage: usize,
+}
+
+/// The replicas of a part of the state, which share the files that a checkpoint has of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PartReplica {
+    /// The part.
+    pub part: CheckpointPart,
+    /// This rank among those that have the part.
+    pub replica: usize,
+    /// Number of ranks that have it.
+    pub num_replicas: usize,
+}
+
+impl PartReplica {
+    /// Returns the replica that writes each file, by the bytes of the files: from the largest on, in turn the replica with the
+    /// fewest bytes so far, and the first of several (the rule of PyTorch DCP with `dedup_save_to_lowest_rank=False`).
+    pub fn writers(&self, file_bytes: &[u64]) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..file_bytes.len()).collect();
+        order.sort_by_key(|file| std::cmp::Reverse(file_bytes[*file]));
+        let (mut written, mut writers) = (vec![0; self.num_replicas], vec![0; file_bytes.len()]);
+        for file in order {
+            let writer = (0..self.num_replicas).min_by_key(|replica| written[*replica]).unwrap_or(0);
+            written[writer] += file_bytes[file];
+            writers[file] = writer;
+        }
+        writers
+    }
 }
 
 impl TrainingGroups {
@@ -80,20 +107,28 @@ impl TrainingGroups {
         !division.is_tied || self.pp_rank() == 0
     }
 
-    /// The part of the state that this rank writes to a checkpoint, if any.
+    /// The part of the state that this rank writes to a checkpoint, if one replica of each part writes it.
     pub fn written_part(&self) -> Option<CheckpointPart> {
-        let part = || CheckpointPart {
-            partition: self.shard().rank(),
-            tp_rank: self.tp_rank(),
-            stage: self.pp_rank(),
-        };
+        let PartReplica { part, replica, .. } = self.part_replica();
+        (replica == 0).then_some(part)
+    }
+
+    /// This rank among those that have the same part of the state.
+    pub fn part_replica(&self) -> PartReplica {
+        let part =
+            CheckpointPart { partition: self.shard().rank(), tp_rank: self.tp_rank(), stage: self.pp_rank() };
         // Each rank of tp has parameters of its own.
         let layout = self.layout(
             Buffer::OptimizerState,
             ZeroStage::Parameters,
             Division { over_tp: true, is_tied: false },
         );
-        layout.is_first_replica().then(part)
+        let replicas = layout.axes[1..].iter().filter(|axis| axis.placement == Replicate);
+        let [replica, num_replicas] = replicas.fold([0, 1], |[replica, num_replicas], axis| {
+            let size = axis.group.world_size();
+            [replica * size + axis.group.rank(), num_replicas * size]
+        });
+        PartReplica { part, replica, num_replicas }
     }
 }
 
@@ -136,11 +171,6 @@ impl<'a> BufferLayout<'a> {
         let others = self.axes[1..].iter().filter(|axis| axis.unreduced == Partial);
         others.filter(move |axis| (axis.name == PP_AXIS) == are_stages)
     }
-
-    /// Returns whether this rank is the first of those with the same part of the buffer.
-    pub(super) fn is_first_replica(&self) -> bool {
-        self.axes[1..].iter().all(|axis| axis.placement != Replicate || axis.group.rank() == 0)
-    }
 }
 
 #[cfg(test)]
@@ -148,6 +178,19 @@ mod tests {
     use super::*;
     use crate::comm::{CommError, LaunchOptions, MeshGroups, launch};
     use crate::mesh::{DeviceMesh, ShardShape};
+
+    #[test]
+    fn replicas_write_files_of_about_the_same_bytes() {
+        let part = CheckpointPart { partition: 0, tp_rank: 0, stage: 0 };
+        let writers =
+            |num_replicas, bytes: &[u64]| PartReplica { part, replica: 0, num_replicas }.writers(bytes);
+        assert_eq!(writers(1, &[5, 4, 4]), [0, 0, 0]);
+        assert_eq!(writers(2, &[4, 4, 4]), [0, 1, 0]);
+        // The parameters have frozen ones, too.
+        assert_eq!(writers(2, &[9, 4, 4]), [0, 1, 1]);
+        assert_eq!(writers(4, &[4, 9, 4]), [1, 0, 2]);
+        assert_eq!(writers(3, &[]), [0; 0]);
+    }
 
     #[test]
     fn one_rank_writes_each_partition_and_no_group_is_listed_twice() {

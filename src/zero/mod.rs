@@ -34,7 +34,7 @@ mod unit;
 mod unit_split;
 mod update;
 
-pub use buffer_layout::{Buffer, BufferLayout, CheckpointPart, Division, ZeroAxis};
+pub use buffer_layout::{Buffer, BufferLayout, CheckpointPart, Division, PartReplica, ZeroAxis};
 pub use error::ZeroError;
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};

@@ -68,7 +68,7 @@ impl Trainee {
         keep_last: Option<usize>,
         storage: Arc<dyn Storage>,
     ) -> Result<Saver> {
-        let part = self.engine.groups().written_part();
+        let part = self.engine.groups().part_replica();
         let options = SaveOptions { keep_last, background: false };
         Ok(Saver::new(self.all.clone(), storage, dir, part, options)?)
     }

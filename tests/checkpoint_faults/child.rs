@@ -89,7 +89,7 @@ fn train_rank(
     }
     say(format!("resumed {}", engine.attempted_steps()));
     let options = SaveOptions { keep_last: Some(1), background: run.background };
-    let part = engine.groups().written_part();
+    let part = engine.groups().part_replica();
     let mut saver = Saver::new(all.clone(), Arc::new(storage.clone()), dir, part, options)?;
     let settle = |outcome: Result<Option<SavedCheckpoint>, EngineError>| match outcome {
         Ok(None) => Ok(()),

@@ -26,8 +26,8 @@ use table::{TABLE, TensorTable, file_name};
 
 /// Saves tensors to the new directory `dir`, as torch's `distributed.checkpoint.save`. Collective over the mesh.
 ///
-/// Each rank writes a safetensors file with the slices of which it is the first holder, and the first rank of the mesh
-/// `tensors.json`, with the hashes of all files. The directory appears atomically: it is complete, or not there.
+/// Each rank writes a safetensors file with slices that it has, and the first rank of the mesh `tensors.json`, with the hashes of
+/// all files. Ranks that have the same slices share them by bytes (PyTorch DCP's `dedup_save_to_lowest_rank=False`). The directory appears atomically: it is complete, or not there.
 /// [`load_tensors`] reads it.
 ///
 /// # Errors
@@ -166,7 +166,7 @@ fn write_file(
     let path = dir.join(file_name(place.rank, place.ranks));
     let refused =
         |error: &dyn ToString| CheckpointError::io("write", &path)(std::io::Error::other(error.to_string()));
-    let header = table.header(&place.coordinate).map_err(|error| refused(&error))?;
+    let header = table.header(place.rank).map_err(|error| refused(&error))?;
     if header.data_bytes() == 0 {
         return Ok(None);
     }

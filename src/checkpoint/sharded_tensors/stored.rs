@@ -1,6 +1,6 @@
 //! [`StoredTensors`]: reads slices of tensors from files that have whole tensors, or ranks' slices of them.
 
-use super::table::{TABLE, TensorTable, is_writer};
+use super::table::{TABLE, TensorTable};
 use crate::checkpoint::CheckpointError;
 use crate::model::{HfWeights, TensorFile};
 use crate::placement::{Layout, LayoutAxis, Placement, PlacementError, transfer};
@@ -25,8 +25,8 @@ pub(super) struct StoredTensor {
     dtype: Dtype,
     /// Of the ranks that saved it. A whole tensor has a layout on a mesh without axes.
     layout: Layout,
-    /// Index of the first rank's file. Those of the others follow it.
-    first_file: usize,
+    /// The ranks that wrote slices, by index in `files`.
+    files: Vec<usize>,
 }
 
 impl StoredTensor {
@@ -46,7 +46,7 @@ impl StoredTensors {
             (rank..num_files).step_by(ranks).try_for_each(|file| table.verify(path, file))?;
             let all = table.tensors().map_err(CheckpointError::of_tensor(TABLE))?;
             let stored = all.into_iter().map(|(name, dtype, layout)| {
-                (name.to_owned(), StoredTensor { dtype, layout, first_file: 0 })
+                (name.to_owned(), StoredTensor { dtype, layout, files: table.writers(name).to_vec() })
             });
             let tensors = stored.collect();
             let files = (0..num_files).map(|_| None).collect();
@@ -55,10 +55,10 @@ impl StoredTensors {
         let weights = if path.is_dir() { HfWeights::open(path)? } else { HfWeights::open_file(path)? };
         let (files, places) = weights.into_files();
         let mut tensors = BTreeMap::new();
-        for (name, first_file) in places {
-            let Some(info) = files[first_file].info(&name) else { continue };
+        for (name, file) in places {
+            let Some(info) = files[file].info(&name) else { continue };
             let layout = Layout::new(&*info.shape, []).map_err(CheckpointError::of_tensor(&name))?;
-            tensors.insert(name, StoredTensor { dtype: info.dtype, layout, first_file });
+            tensors.insert(name, StoredTensor { dtype: info.dtype, layout, files: vec![file] });
         }
         Ok(Self { table: None, files: files.into_iter().map(Some).collect(), tensors })
     }
@@ -73,10 +73,13 @@ impl StoredTensors {
         device: &Device,
     ) -> Result<Tensor, CheckpointError> {
         let in_tensor = CheckpointError::of_tensor::<PlacementError>;
-        let StoredTensor { dtype, layout, first_file } = self.tensors[name].clone();
+        let StoredTensor { dtype, layout, files } = self.tensors[name].clone();
         let known = DType::try_from(dtype).ok().filter(|dtype| DTYPES.contains(dtype));
         let Some(dtype) = known else {
-            let path = self.file(first_file)?.path().to_owned();
+            let path = match (files.first(), &self.table) {
+                (None, Some((dir, _))) => dir.join(TABLE),
+                (file, _) => self.file(file.copied().unwrap_or(0))?.path().to_owned(),
+            };
             let reason = format!("dtype is {dtype:?}; {DTYPE_NAMES} can be loaded");
             return Err(CheckpointError::Tensor { path, tensor: name.to_owned(), reason });
         };
@@ -89,11 +92,12 @@ impl StoredTensors {
             return tensor::zeros(shape, dtype, device).map_err(|error| in_tensor(name)(error.into()));
         }
         let mut bytes = vec![0; numel * dtype.size_in_bytes()];
-        for (rank, holder) in layout.coordinates().enumerate() {
-            if is_writer(&layout, &holder).map_err(in_tensor(name))? {
-                let held = layout.local_slices(&holder).map_err(in_tensor(name))?;
-                self.copy(name, first_file + rank, (&held, &needed), (&mut bytes, dtype.size_in_bytes()))?;
-            }
+        let holders: Vec<_> = layout.coordinates().collect();
+        for file in files {
+            // A whole tensor has one holder, in whatever file it is.
+            let holder = holders.get(file).unwrap_or(&holders[0]);
+            let held = layout.local_slices(holder).map_err(in_tensor(name))?;
+            self.copy(name, file, (&held, &needed), (&mut bytes, dtype.size_in_bytes()))?;
         }
         Tensor::from_raw_buffer(&bytes, dtype, &shape, device).map_err(|error| in_tensor(name)(error.into()))
     }

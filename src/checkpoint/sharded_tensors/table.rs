@@ -9,13 +9,15 @@ use crate::model::TensorFile;
 use crate::placement::{Layout, LayoutAxis, Placement, PlacementError, ShardedTensor};
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Name of the table within a directory of tensors.
 pub(super) const TABLE: &str = "tensors.json";
 
-const FORMAT_VERSION: u64 = 1;
+/// In version 1, the first rank that has a slice writes it.
+const FORMAT_VERSION: u64 = 2;
 
 /// The tensors of a directory, with their layouts. The slices of every rank follow from the placements.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,6 +28,9 @@ pub(super) struct TensorTable {
     tensors: BTreeMap<String, TensorEntry>,
     /// The files of the ranks of the mesh in row-major order. A rank without elements has none.
     pub(super) files: Vec<Option<WrittenFile>>,
+    /// The ranks that write slices of each tensor, in row-major order: one of those that have it.
+    #[serde(skip)]
+    writers: BTreeMap<String, Vec<usize>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,7 +55,9 @@ impl TensorTable {
         };
         let tensors = tensors.iter().map(entry).collect::<Result<_, CheckpointError>>()?;
         let mesh = mesh.axis_names().iter().cloned().zip(mesh.shape().iter().copied()).collect();
-        Ok(Self { format_version: FORMAT_VERSION, mesh, tensors, files: Vec::new() })
+        let (files, writers) = Default::default();
+        let table = Self { format_version: FORMAT_VERSION, mesh, tensors, files, writers };
+        table.with_writers().map_err(CheckpointError::of_tensor(TABLE))
     }
 
     /// Reads and checks the table of a directory, but not its files.
@@ -81,12 +88,50 @@ impl TensorTable {
             elems.ok_or_else(|| invalid(format!("tensor {name}: too many elements: {:?}", entry.shape)))?;
             table.layout(entry).map_err(|error| invalid(format!("tensor {name}: {error}")))?;
         }
-        Ok(table)
+        table.with_writers().map_err(|error| invalid(error.to_string()))
     }
 
     /// The text of the file, whose last line is the hash of the others.
     pub(super) fn to_text(&self) -> serde_json::Result<String> {
         serde_json::to_string_pretty(self).map(|text| with_own_hash(&text))
+    }
+
+    /// Decides who writes each slice: the rank with the fewest bytes so far among those that have it, and the first of several.
+    /// Tensors with large slices come first. Tables alike give writers alike.
+    fn with_writers(mut self) -> Result<Self, PlacementError> {
+        let mut tensors = Vec::new();
+        for (name, dtype, layout) in self.tensors()? {
+            let mut slices: BTreeMap<Vec<usize>, (u64, Vec<usize>)> = BTreeMap::new();
+            for (rank, coordinate) in layout.coordinates().enumerate() {
+                let bytes = (layout.local_numel(&coordinate)? * dtype.bitsize() / 8) as u64;
+                let axes = layout.axes().iter().zip(&coordinate);
+                let is_replica = |axis: &LayoutAxis| axis.placement == Placement::Replicate;
+                let slice = axes.map(|(axis, index)| if is_replica(axis) { 0 } else { *index }).collect();
+                slices.entry(slice).or_insert((bytes, Vec::new())).1.push(rank);
+            }
+            let slices: Vec<_> = slices.into_values().filter(|(bytes, _)| *bytes > 0).collect();
+            tensors.push((name.to_owned(), slices));
+        }
+        tensors.sort_by_key(|(_, slices)| Reverse(slices.iter().map(|(bytes, _)| *bytes).max()));
+        let mut written = vec![0; self.mesh.iter().map(|(_, size)| size).product()];
+        for (name, slices) in tensors {
+            let mut writers = Vec::with_capacity(slices.len());
+            for (bytes, holders) in slices {
+                let first = holders[0];
+                let least = holders.into_iter().min_by_key(|rank| written[*rank]).unwrap_or(first);
+                let writer = if self.format_version == 1 { first } else { least };
+                written[writer] += bytes;
+                writers.push(writer);
+            }
+            writers.sort_unstable();
+            self.writers.insert(name, writers);
+        }
+        Ok(self)
+    }
+
+    /// The ranks that write slices of a tensor, in row-major order.
+    pub(super) fn writers(&self, name: &str) -> &[usize] {
+        self.writers.get(name).map_or(&[], Vec::as_slice)
     }
 
     /// Every tensor: its name, dtype and layout.
@@ -109,12 +154,16 @@ impl TensorTable {
         )
     }
 
-    /// The header of the file of the rank at a coordinate. Each slice is in the file of the first rank that has it.
-    pub(super) fn header(&self, coordinate: &[usize]) -> Result<Header, PlacementError> {
+    /// The header of a rank's file.
+    pub(super) fn header(&self, rank: usize) -> Result<Header, PlacementError> {
+        let (mut rest, mut coordinate) = (rank, vec![0; self.mesh.len()]);
+        for (index, (_, size)) in coordinate.iter_mut().zip(&self.mesh).rev() {
+            (*index, rest) = (rest % size, rest / size);
+        }
         let mut header = Header::new([("format", "pt".to_owned())]);
         for (name, dtype, layout) in self.tensors()? {
-            if is_writer(&layout, coordinate)? {
-                header.push(name, dtype, layout.local_shape(coordinate)?);
+            if self.writers(name).contains(&rank) {
+                header.push(name, dtype, layout.local_shape(&coordinate)?);
             }
         }
         Ok(header)
@@ -133,11 +182,7 @@ impl TensorTable {
     }
 
     fn checked(&self, dir: &Path, rank: usize) -> Result<Option<(StateFile, &WrittenFile)>, CheckpointError> {
-        let (mut rest, mut coordinate) = (rank, vec![0; self.mesh.len()]);
-        for (index, (_, size)) in coordinate.iter_mut().zip(&self.mesh).rev() {
-            (*index, rest) = (rest % size, rest / size);
-        }
-        let expected = self.header(&coordinate).map_err(CheckpointError::of_tensor(TABLE))?;
+        let expected = self.header(rank).map_err(CheckpointError::of_tensor(TABLE))?;
         match &self.files[rank] {
             Some(entry) => {
                 let path = dir.join(file_name(rank, self.files.len()));
@@ -155,13 +200,6 @@ impl TensorTable {
 /// The name of the file of one of `ranks` ranks.
 pub(super) fn file_name(rank: usize, ranks: usize) -> String {
     format!("tensors.{rank:05}-of-{ranks:05}.safetensors")
-}
-
-/// Whether the rank at a coordinate is the first one with its slice, and the slice has elements.
-pub(super) fn is_writer(layout: &Layout, coordinate: &[usize]) -> Result<bool, PlacementError> {
-    let mut axes = layout.axes().iter().zip(coordinate);
-    let is_first = axes.all(|(axis, index)| *index == 0 || axis.placement != Placement::Replicate);
-    Ok(is_first && layout.local_numel(coordinate)? > 0)
 }
 
 fn refuse_other_meshes(mesh: &DeviceMesh, tensor: &ShardedTensor) -> Result<(), PlacementError> {

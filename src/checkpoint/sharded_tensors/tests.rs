@@ -117,6 +117,62 @@ fn tensors_load_in_any_placements_on_any_mesh() {
     TestRunner::new(settings).run(&cases, run).unwrap();
 }
 
+fn save_replicated(side: &Side, dir: &Path, tensors: &[(&str, Tensor)]) {
+    side.run(|groups| {
+        let replicated = tensors.iter().map(|(name, whole)| {
+            let tensor = ShardedTensor::distribute(groups, whole, &vec![Replicate; side.sizes.len()]);
+            Ok(((*name).to_owned(), tensor.map_err(CheckpointError::of_tensor(name))?))
+        });
+        save_tensors(groups, dir, &replicated.collect::<Outcome<_>>()?, &LocalStorage)
+    });
+}
+
+fn three() -> [(&'static str, Tensor); 3] {
+    [("a", 3), ("b", 5), ("c", 4)].map(|(name, len)| (name, whole(&[len], DType::F32)))
+}
+
+#[test]
+fn ranks_with_the_same_slices_share_them_by_bytes() {
+    let parent = tempfile::tempdir().unwrap();
+    let dir = parent.path().join("tensors");
+    let two = Side { sizes: vec![2], placements: vec![[0; 2]] };
+    save_replicated(&two, &dir, &three());
+    let names = [0, 1].map(|rank| {
+        let file = fs::read(dir.join(file_name(rank, 2))).unwrap();
+        let mut names = safetensors::SafeTensors::deserialize(&file)
+            .unwrap()
+            .names()
+            .into_iter()
+            .map(String::from)
+            .collect::<Vec<_>>();
+        names.sort();
+        names
+    });
+    assert_eq!(names, [vec!["b"], vec!["a", "c"]]);
+}
+
+#[test]
+fn version_1_has_all_slices_at_their_first_ranks() {
+    let parent = tempfile::tempdir().unwrap();
+    let dir = parent.path().join("tensors");
+    let [one, two] = [1, 2].map(|ranks| Side { sizes: vec![ranks], placements: vec![[0; 2]] });
+    save_replicated(&one, &dir, &three());
+    // As two ranks of the earlier version saved it.
+    fs::rename(dir.join(file_name(0, 1)), dir.join(file_name(0, 2))).unwrap();
+    let text = fs::read_to_string(dir.join(TABLE)).unwrap();
+    let mut table: serde_json::Value = serde_json::from_str(&text).unwrap();
+    table.as_object_mut().unwrap().remove("blake3");
+    (table["format_version"], table["mesh"][0][1]) = (1.into(), 2.into());
+    table["files"].as_array_mut().unwrap().push(serde_json::Value::Null);
+    let text = serde_json::to_string_pretty(&table).unwrap();
+    fs::write(dir.join(TABLE), crate::checkpoint::manifest::with_own_hash(&text)).unwrap();
+    two.run(|groups| {
+        let loaded = load_tensors(groups, &dir, |_, _| Some(vec![Shard(0)]))?;
+        three().iter().for_each(|(name, whole)| assert_same(&loaded[*name], whole));
+        Ok(())
+    });
+}
+
 /// Bytes that this thread has read by now.
 #[cfg(target_os = "linux")]
 fn bytes_read() -> u64 {

@@ -2,7 +2,7 @@
 
 use super::state_tensor::{StateSlice, StateTensor};
 use crate::zero::unit::Unit;
-use crate::zero::{Buffer, FlatLayout, ZeroError, ZeroOptimizer};
+use crate::zero::{FlatLayout, ZeroError, ZeroOptimizer};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::cast::cast;
@@ -18,9 +18,11 @@ impl ZeroOptimizer {
         [&["parameters"], self.config.params().state_kinds()].concat()
     }
 
-    /// Returns whether checkpoints have the unit's state from this rank: the first of those that have it.
+    /// Returns whether the unit is in the part of the state that this rank has
+    /// ([`TrainingGroups::part_replica`](crate::comm::TrainingGroups::part_replica)).
     fn is_saved(&self, unit: &Unit) -> bool {
-        self.groups.layout(Buffer::OptimizerState, self.stage, unit.layout.division()).is_first_replica()
+        let division = unit.layout.division();
+        (division.over_tp || self.groups.tp_rank() == 0) && self.groups.is_of_stage(division)
     }
 
     /// The layouts of the units that checkpoints have from this rank's stage.
@@ -55,8 +57,8 @@ impl ZeroOptimizer {
         self.units[unit].state_part(kind).map(|part| part.tensor()).transpose()
     }
 
-    /// As [`state_partition`](Self::state_partition), without loading it, of every unit that this rank of tp writes to
-    /// checkpoints and that has elements in the partition.
+    /// As [`state_partition`](Self::state_partition), without loading it, of every unit that checkpoints have from this rank of tp
+    /// or a replica, and that has elements in the partition.
     pub fn saved_parts(&self, kind: usize) -> impl Iterator<Item = StateSlice> {
         self.units.iter().filter(|unit| self.is_saved(unit)).filter_map(move |unit| unit.state_part(kind))
     }

@@ -238,6 +238,11 @@ impl StateSlice {
         Self { tensor: StateTensor::Resident(tensor), elements }
     }
 
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.elements.len()
+    }
+
     /// Returns the elements in f32: a view of a resident f32 tensor, otherwise a copy.
     ///
     /// # Shapes
