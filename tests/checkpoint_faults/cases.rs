@@ -4,6 +4,7 @@ use crate::child::{Run, STEPS};
 use crate::sample::{axes, sampled};
 use crate::storage::Fault;
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -19,21 +20,29 @@ pub(crate) const ALL: [(&str, fn()); 6] = [
     ("without_space_training_goes_on_if_asked_to", full_and_goes_on),
 ];
 
+pub(crate) const SIGKILL: i32 = 9;
+
 /// The output of a child process.
 #[derive(Debug)]
-struct Outcome {
+pub(crate) struct Outcome {
     resumed: u64,
     /// Bits of loss and norm, by step.
     steps: BTreeMap<u64, String>,
-    saved: Vec<u64>,
+    pub(crate) saved: Vec<u64>,
     not_saved: usize,
-    operations: Vec<String>,
-    output: Output,
+    pub(crate) operations: Vec<String>,
+    pub(crate) output: Output,
 }
 
 fn run(dir: &Path, run: Run) -> Outcome {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    outcome(command.arg("--child").arg(dir).args(run.words()).output().unwrap())
+    let words = run.words();
+    let words = words.iter().map(OsStr::new);
+    child(&[OsStr::new("--child"), dir.as_os_str()].into_iter().chain(words).collect::<Vec<_>>())
+}
+
+/// Runs this binary as a child process with the given words.
+pub(crate) fn child(words: &[&OsStr]) -> Outcome {
+    outcome(Command::new(std::env::current_exe().unwrap()).args(words).output().unwrap())
 }
 
 fn outcome(output: Output) -> Outcome {
@@ -103,7 +112,6 @@ fn assert_no_leftovers(dir: &Path, label: &str) {
 /// Injects a fault at a sample of all operations, with all operations by name in both saves, and resumes with another
 /// child. Ranks write at the same time, so a name may be that of the operation beside it.
 fn fail_everywhere(fault: Fault, background: bool) {
-    const SIGKILL: i32 = 9;
     let reference = reference();
     let operations = reference.1.operations.len();
     assert!(operations > 50, "two saves of four files are more than {operations} operations");

@@ -1,6 +1,7 @@
 //! Fault injection in saves: killed processes, failing operations and full disks.
 //!
-//! Each case runs this binary as a child process: `--child DIR FAULT …`. The child injects faults through its own
+//! Each case runs this binary as a child process: `--child DIR FAULT …`,
+//! or `--tensors DIR FAULT AT`. The child injects faults through its own
 //! `Storage`, so the library has no code for them.
 
 #![allow(clippy::unwrap_used)]
@@ -10,6 +11,7 @@ mod child;
 #[path = "../support/sample.rs"]
 mod sample;
 mod storage;
+mod tensors;
 
 use libtest_mimic::{Arguments, Trial};
 use std::process::ExitCode;
@@ -27,8 +29,15 @@ fn main() -> ExitCode {
             }
         };
     }
+    if let [_, flag, dir, fault, at] = &words[..]
+        && flag == "--tensors"
+    {
+        let (_, fault) = storage::Fault::ALL.into_iter().find(|(name, _)| name == fault).unwrap();
+        tensors::save(dir.as_ref(), fault, at.parse().unwrap()).unwrap();
+        return ExitCode::SUCCESS;
+    }
     let trial = |(name, case): (&str, fn())| trial_of(name.to_owned(), case);
-    let mut trials: Vec<Trial> = cases::ALL.into_iter().map(trial).collect();
+    let mut trials: Vec<Trial> = cases::ALL.into_iter().chain(tensors::ALL).map(trial).collect();
     let (name, missing) = ("a_disk_that_is_full_keeps_the_checkpoint_that_it_has", cases::cannot_mount());
     let needs = |reason: &String| format!("{name} [skipped: needs to mount a tmpfs: {reason}]");
     let name = missing.as_ref().map_or_else(|| name.to_owned(), needs);
