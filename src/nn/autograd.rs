@@ -225,7 +225,7 @@ where
     ) -> std::result::Result<(Tensor, Saved), LayerError> {
         let own = (self.is_token_wise && self.tp.is_none()).then(|| ctx.of_own_tokens());
         let gathered = match self.tp {
-            Some(_) => Some(ctx.token_exchange(&self.name)?.gather(x, ctx.seq_len_local())?),
+            Some(_) => Some(ctx.token_exchange(&self.name)?.all_gather(x, ctx.seq_len_local())?),
             None => None,
         };
         let (x, layer) = (gathered.as_ref().unwrap_or(x), own.as_ref().unwrap_or(ctx));
@@ -266,7 +266,7 @@ where
         let dx = graph.backward(&format!("layer {}", self.name), scalar, &self.parameters, grads)?;
         match self.tp {
             // The other ranks have the gradients by way of their tokens.
-            Some(_) => ctx.token_exchange(&self.name)?.sum_scatter(&dx),
+            Some(_) => ctx.token_exchange(&self.name)?.reduce_scatter(&dx),
             None => Ok(dx),
         }
     }

@@ -105,7 +105,7 @@ impl InputLayer for Embedding {
             None => y,
             Some(_) => {
                 // Each token's row is that of one rank, the others add 0.
-                let own = ctx.token_exchange(self.name())?.sum_scatter(&y)?;
+                let own = ctx.token_exchange(self.name())?.reduce_scatter(&y)?;
                 ctx.workspace().recycle(y);
                 own
             }
@@ -131,7 +131,7 @@ impl InputLayer for Embedding {
         if self.rows.is_none() {
             return Ok(embedding::backward(&ids, dx, dweight)?);
         }
-        let all = ctx.token_exchange(self.name())?.gather(dx, ctx.seq_len_of_tp_ranks())?;
+        let all = ctx.token_exchange(self.name())?.all_gather(dx, ctx.seq_len_of_tp_ranks())?;
         embedding::backward(&ids, &all, dweight)?;
         ctx.workspace().recycle(all);
         Ok(())

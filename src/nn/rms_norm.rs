@@ -121,7 +121,7 @@ impl RmsNorm {
     }
 
     /// Keeps the elements of one rank of tp, of those of every rank. The weight stays whole if ranks share elements; their
-    /// gradients are then summands, as those of the weight.
+    /// gradients are then partial sums, as those of the weight.
     ///
     /// # Errors
     /// A norm that is centered, or has a bias or no weight.
@@ -175,7 +175,7 @@ impl RmsNorm {
                 if !part.is_first {
                     elementwise::fill(&sums, 0.0)?;
                 }
-                pass.ctx.token_exchange(pass.layer)?.sum(&sums)?;
+                pass.ctx.token_exchange(pass.layer)?.all_reduce(&sums)?;
                 let whole = WholeRows { width: part.width, sums: &sums };
                 rms_norm::forward_part(x, gain, self.config.eps, whole, &y, rstd)?;
                 pass.recycle([sums]);
@@ -219,9 +219,9 @@ impl RmsNorm {
         };
         let sums = forward.workspace().alloc_f32(rstd.dims())?;
         rms_norm::products(dy, x, gain, &sums)?;
-        forward.ctx.token_exchange(forward.layer)?.sum(&sums)?;
+        forward.ctx.token_exchange(forward.layer)?.all_reduce(&sums)?;
         if !part.is_first {
-            // The ranks that share elements have summands of their gradients: one of them has this term.
+            // The ranks that share elements have partial sums of their gradients: one of them has this term.
             elementwise::fill(&sums, 0.0)?;
         }
         let whole = WholeRows { width: part.width, sums: &sums };

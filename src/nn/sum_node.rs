@@ -9,16 +9,16 @@ use std::sync::Arc;
 
 /// The sum of the ranks' tensors, on every rank. Collective, and so is its backward pass.
 ///
-/// Each rank goes on with all tokens, but only its own enter its loss. So the gradient of a summand is the sum of the ranks'
+/// Each rank goes on with all tokens, but only its own enter its loss. So the gradient of a partial sum is the sum of the ranks'
 /// gradients. (In Megatron-LM every rank has the whole gradient here: f and g of arXiv 1909.08053, section 3.)
-pub(super) fn autograd_sum(exchange: &Arc<dyn TokenExchange>, summand: &Tensor) -> Result<Tensor> {
-    let op = SumOp { exchange: exchange.clone(), computed: Computed::new(sum(&**exchange, summand)?) };
-    summand.apply_op1(op)
+pub(super) fn autograd_sum(exchange: &Arc<dyn TokenExchange>, partial: &Tensor) -> Result<Tensor> {
+    let op = SumOp { exchange: exchange.clone(), computed: Computed::new(sum(&**exchange, partial)?) };
+    partial.apply_op1(op)
 }
 
-fn sum(exchange: &dyn TokenExchange, summand: &Tensor) -> Result<Tensor> {
-    let sum = summand.detach().contiguous()?.copy()?;
-    exchange.sum(&sum).map_err(Error::wrap)?;
+fn sum(exchange: &dyn TokenExchange, partial: &Tensor) -> Result<Tensor> {
+    let sum = partial.detach().contiguous()?.copy()?;
+    exchange.all_reduce(&sum).map_err(Error::wrap)?;
     Ok(sum)
 }
 
@@ -32,16 +32,16 @@ impl CustomOp1 for SumOp {
         "sum over tp"
     }
 
-    fn cpu_fwd(&self, _summand: &CpuStorage, _layout: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(&self, _partial: &CpuStorage, _layout: &Layout) -> Result<(CpuStorage, Shape)> {
         self.computed.take_cpu(self.name())
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, _summand: &CudaStorage, _layout: &Layout) -> Result<(CudaStorage, Shape)> {
+    fn cuda_fwd(&self, _partial: &CudaStorage, _layout: &Layout) -> Result<(CudaStorage, Shape)> {
         self.computed.take_cuda(self.name())
     }
 
-    fn bwd(&self, _summand: &Tensor, _sum: &Tensor, dsum: &Tensor) -> Result<Option<Tensor>> {
+    fn bwd(&self, _partial: &Tensor, _sum: &Tensor, dsum: &Tensor) -> Result<Option<Tensor>> {
         sum(&*self.exchange, dsum).map(Some)
     }
 }

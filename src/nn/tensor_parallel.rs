@@ -52,16 +52,16 @@ pub trait TokenExchange: Send + Sync {
     ///
     /// # Errors
     /// Failed communication.
-    fn gather(&self, some: &Tensor, seq_local: usize) -> Result<Tensor, LayerError>;
+    fn all_gather(&self, some: &Tensor, seq_local: usize) -> Result<Tensor, LayerError>;
 
-    /// Sums a tensor of which every rank has a summand, and returns this rank's tokens. Collective.
+    /// Sums a tensor of which every rank has a partial sum, and returns this rank's tokens. Collective.
     ///
     /// # Shapes
     /// `[batch, seq_local, width]` → `[batch, some tokens, width]`.
     ///
     /// # Errors
     /// Failed communication.
-    fn sum_scatter(&self, summand: &Tensor) -> Result<Tensor, LayerError>;
+    fn reduce_scatter(&self, partial: &Tensor) -> Result<Tensor, LayerError>;
 
     /// Trades features of all tokens, which the ranks divide, for all features of this rank's tokens. Collective.
     ///
@@ -72,11 +72,11 @@ pub trait TokenExchange: Send + Sync {
     /// Failed communication.
     fn features_to_tokens(&self, part: &Tensor, width: usize) -> Result<Tensor, LayerError>;
 
-    /// Sums a tensor of which every rank has a summand, in place. Collective.
+    /// Sums a tensor of which every rank has a partial sum, in place. Collective.
     ///
     /// # Errors
     /// Failed communication.
-    fn sum(&self, summand: &Tensor) -> Result<(), LayerError>;
+    fn all_reduce(&self, partial: &Tensor) -> Result<(), LayerError>;
 
     /// Gathers rows, of which each rank has as many as `counts` says. Collective.
     ///
@@ -85,15 +85,16 @@ pub trait TokenExchange: Send + Sync {
     ///
     /// # Errors
     /// Failed communication.
-    fn gather_rows(&self, own: &Tensor, counts: &[usize], all: &Tensor) -> Result<(), LayerError>;
+    fn all_gather_rows(&self, own: &Tensor, counts: &[usize], all: &Tensor) -> Result<(), LayerError>;
 
-    /// Sums rows of which every rank has a summand, in rank order, and writes those that [`gather_rows`](Self::gather_rows) gets from
+    /// Sums rows of which every rank has a partial sum, in rank order, and writes those that [`all_gather_rows`](Self::all_gather_rows) gets from
     /// this rank. Collective.
     ///
     /// # Shapes
-    /// `summand`: `[sum of counts, width]`, `own`: `[counts[rank], width]`.
+    /// `partial`: `[sum of counts, width]`, `own`: `[counts[rank], width]`.
     ///
     /// # Errors
     /// Failed communication.
-    fn sum_scatter_rows(&self, summand: &Tensor, counts: &[usize], own: &Tensor) -> Result<(), LayerError>;
+    fn reduce_scatter_rows(&self, partial: &Tensor, counts: &[usize], own: &Tensor)
+    -> Result<(), LayerError>;
 }

@@ -57,27 +57,27 @@ fn blocks_must_return_the_shape_that_the_layer_promises() {
 struct NoExchange;
 
 impl TokenExchange for NoExchange {
-    fn gather(&self, some: &Tensor, _: usize) -> Result<Tensor, LayerError> {
+    fn all_gather(&self, some: &Tensor, _: usize) -> Result<Tensor, LayerError> {
         Ok(some.clone())
     }
 
-    fn sum_scatter(&self, summand: &Tensor) -> Result<Tensor, LayerError> {
-        Ok(summand.clone())
+    fn reduce_scatter(&self, partial: &Tensor) -> Result<Tensor, LayerError> {
+        Ok(partial.clone())
     }
 
     fn features_to_tokens(&self, part: &Tensor, _: usize) -> Result<Tensor, LayerError> {
         Ok(part.clone())
     }
 
-    fn sum(&self, _: &Tensor) -> Result<(), LayerError> {
+    fn all_reduce(&self, _: &Tensor) -> Result<(), LayerError> {
         Ok(())
     }
 
-    fn gather_rows(&self, _: &Tensor, _: &[usize], _: &Tensor) -> Result<(), LayerError> {
+    fn all_gather_rows(&self, _: &Tensor, _: &[usize], _: &Tensor) -> Result<(), LayerError> {
         Ok(())
     }
 
-    fn sum_scatter_rows(&self, _: &Tensor, _: &[usize], _: &Tensor) -> Result<(), LayerError> {
+    fn reduce_scatter_rows(&self, _: &Tensor, _: &[usize], _: &Tensor) -> Result<(), LayerError> {
         Ok(())
     }
 }

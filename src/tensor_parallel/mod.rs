@@ -38,13 +38,13 @@ impl TensorParallel {
 }
 
 impl TokenExchange for TensorParallel {
-    fn gather(&self, some: &Tensor, seq_local: usize) -> Result<Tensor, LayerError> {
+    fn all_gather(&self, some: &Tensor, seq_local: usize) -> Result<Tensor, LayerError> {
         let (batch, _, width) = some.dims3()?;
         self.redistribute(some, [batch, seq_local, width], [Placement::Shard(1), Placement::Replicate])
     }
 
-    fn sum_scatter(&self, summand: &Tensor) -> Result<Tensor, LayerError> {
-        self.redistribute(summand, summand.dims3()?.into(), [Placement::Partial, Placement::Shard(1)])
+    fn reduce_scatter(&self, partial: &Tensor) -> Result<Tensor, LayerError> {
+        self.redistribute(partial, partial.dims3()?.into(), [Placement::Partial, Placement::Shard(1)])
     }
 
     fn features_to_tokens(&self, part: &Tensor, width: usize) -> Result<Tensor, LayerError> {
@@ -52,25 +52,30 @@ impl TokenExchange for TensorParallel {
         self.redistribute(part, [batch, seq_local, width], [Placement::Shard(2), Placement::Shard(1)])
     }
 
-    fn sum(&self, summand: &Tensor) -> Result<(), LayerError> {
-        self.group.all_reduce(summand, ReduceOp::Sum).map_err(|error| LayerError::Exchange(error.into()))
+    fn all_reduce(&self, partial: &Tensor) -> Result<(), LayerError> {
+        self.group.all_reduce(partial, ReduceOp::Sum).map_err(|error| LayerError::Exchange(error.into()))
     }
 
-    fn gather_rows(&self, own: &Tensor, counts: &[usize], all: &Tensor) -> Result<(), LayerError> {
+    fn all_gather_rows(&self, own: &Tensor, counts: &[usize], all: &Tensor) -> Result<(), LayerError> {
         let [own_at, all_at] = [vec![0; counts.len()], starts(counts)];
         let sent = vec![counts[self.group.rank()]; counts.len()];
         self.exchange(own, (&own_at, &sent), all, (&all_at, counts))
     }
 
-    /// The summands of all ranks, then their sum: bytes of exactly these rows, and the same order on every backend.
-    fn sum_scatter_rows(&self, summand: &Tensor, counts: &[usize], own: &Tensor) -> Result<(), LayerError> {
+    /// The partial sums of all ranks, then their sum: bytes of exactly these rows, and the same order on every backend.
+    fn reduce_scatter_rows(
+        &self,
+        partial: &Tensor,
+        counts: &[usize],
+        own: &Tensor,
+    ) -> Result<(), LayerError> {
         let (ranks, rows) = (counts.len(), counts[self.group.rank()]);
-        let width = summand.dims2()?.1;
-        let summands = tensor::empty(((ranks * rows).max(1), width), summand.dtype(), summand.device())?;
+        let width = partial.dims2()?.1;
+        let partials = tensor::empty(((ranks * rows).max(1), width), partial.dtype(), partial.device())?;
         let received = vec![rows; ranks];
-        self.exchange(summand, (&starts(counts), counts), &summands, (&starts(&received), &received))?;
+        self.exchange(partial, (&starts(counts), counts), &partials, (&starts(&received), &received))?;
         if rows > 0 {
-            let of_ranks = (0..ranks).map(|rank| summands.narrow(0, rank * rows, rows));
+            let of_ranks = (0..ranks).map(|rank| partials.narrow(0, rank * rows, rows));
             let of_ranks = of_ranks.collect::<candle_core::Result<Vec<_>>>()?;
             rank_reduce::reduce(ReduceOp::Sum, &of_ranks.iter().collect::<Vec<_>>(), 0, own)?;
         }

@@ -11,7 +11,7 @@ use ulysses_kernels::tensor;
 /// A [`DecoderLayer`] with the heads and intermediate elements of one rank of tp.
 ///
 /// Norms and residual stream have some tokens per rank. Around a module, tokens are gathered, and its outputs, which are
-/// summands, summed and scattered: the same bytes as an all-reduce of whole activations (arXiv 2205.05198, section 4.2.2).
+/// partial sums, summed and scattered: the same bytes as an all-reduce of whole activations (arXiv 2205.05198, section 4.2.2).
 pub(super) struct TensorParallelDecoder(DecoderLayer);
 
 /// State saved for the backward pass.
@@ -48,9 +48,9 @@ impl TensorParallelDecoder {
         let (input, normed, rstd) = gathered_input(branch, x, pass)?;
         recycle_unless(normed, x, pass);
         pass.recycle([rstd]);
-        let (summand, saved) = module(&input)?;
-        let output = exchange.sum_scatter(&summand)?;
-        pass.recycle([input, summand]);
+        let (partial, saved) = module(&input)?;
+        let output = exchange.reduce_scatter(&partial)?;
+        pass.recycle([input, partial]);
         Ok((output, saved))
     }
 
@@ -106,9 +106,9 @@ impl TensorParallelDecoder {
         let forward = &pass.forward;
         let exchange = forward.ctx.token_exchange(forward.layer)?;
         let (input, normed, rstd) = gathered_input(branch, x, forward)?;
-        let gradient = exchange.gather(doutput, forward.ctx.seq_len_local())?;
+        let gradient = exchange.all_gather(doutput, forward.ctx.seq_len_local())?;
         module(&input, &gradient)?;
-        let dnormed = exchange.sum_scatter(&gradient)?;
+        let dnormed = exchange.reduce_scatter(&gradient)?;
         branch.backward_enter(&dnormed, x, &rstd, dx, pass)?;
         recycle_unless(normed, x, forward);
         forward.recycle([input, rstd, gradient, dnormed]);
@@ -124,7 +124,7 @@ pub(super) fn gathered_input(
 ) -> Result<(Tensor, Tensor, Tensor), LayerError> {
     let rstd = pass.workspace().alloc_f32(&x.dims()[..2])?;
     let normed = branch.enter(x, &rstd, pass)?;
-    let input = pass.ctx.token_exchange(pass.layer)?.gather(&normed, pass.ctx.seq_len_local())?;
+    let input = pass.ctx.token_exchange(pass.layer)?.all_gather(&normed, pass.ctx.seq_len_local())?;
     Ok((input, normed, rstd))
 }
 

@@ -93,7 +93,7 @@ impl VocabParallelLm {
             self.head.normalize(&x, head, [&normed, &rstd], ctx.workspace())?;
         }
         let all = buffers.all.narrow(0, 0, tile.tokens.len())?;
-        self.exchange(ctx)?.gather_rows(&normed, &tile.counts, &all)?;
+        self.exchange(ctx)?.all_gather_rows(&normed, &tile.counts, &all)?;
         Ok((all, [x, rstd]))
     }
 
@@ -120,7 +120,11 @@ impl VocabParallelLm {
             let statistics = of_slice.narrow(0, 0, 2 * tokens)?.reshape((2, tokens))?;
             slice::forward(&gathered, head.projection, &tile.labels, logit_tiles, &statistics, ws)?;
             let all = of_all.narrow(0, 0, ranks * 2 * tokens)?.reshape((ranks, 2 * tokens))?;
-            self.exchange(ctx)?.gather_rows(&statistics.reshape((1, 2 * tokens))?, &vec![1; ranks], &all)?;
+            self.exchange(ctx)?.all_gather_rows(
+                &statistics.reshape((1, 2 * tokens))?,
+                &vec![1; ranks],
+                &all,
+            )?;
             let lse = lse.narrow(0, tile.tokens.start, tokens)?;
             losses.append(slice::combine(&all.reshape((ranks, 2, tokens))?, &lse, tile.own.clone())?);
         }
@@ -193,7 +197,7 @@ impl Objective for VocabParallelLm {
                 ws,
             )?;
             let dnormed = buffers.normed.narrow(0, 0, tile.own.len())?;
-            self.exchange(ctx)?.sum_scatter_rows(&dgathered, &tile.counts, &dnormed)?;
+            self.exchange(ctx)?.reduce_scatter_rows(&dgathered, &tile.counts, &dnormed)?;
             let region = chunk.region_of(&dx_rows)?;
             let dx = match &chunk.compaction {
                 Some(_) => dcompact.narrow(0, 0, tile.own.len())?,
@@ -228,7 +232,7 @@ impl Objective for VocabParallelLm {
         let (normed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32((batch, tokens))?);
         self.head.normalize(x, &head, [&normed, &rstd], ws)?;
         let exchange = self.exchange(ctx)?;
-        let all = exchange.gather(&normed, ctx.seq_len_of_tp_ranks())?;
+        let all = exchange.all_gather(&normed, ctx.seq_len_of_tp_ranks())?;
         let shape = (batch, ctx.seq_len_of_tp_ranks(), self.slice.classes.len());
         let of_slice = Tensor::zeros(shape, x.dtype(), x.device())?;
         linear::forward(&all, head.projection, &of_slice, false)?;

@@ -34,13 +34,13 @@ impl DividedParallelDecoder {
     ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
         let input = gather_input(&self.0.attention_branch, x, pass)?;
         let mlp_input = self.own_mlp_branch().map(|branch| gather_input(branch, x, pass)).transpose()?;
-        let summand = attend(&input)?;
+        let partial = attend(&input)?;
         let alone = Branch::module_alone();
         let (output, mlp) = self.0.mlp.forward(&alone, mlp_input.as_ref().unwrap_or(&input), keep, pass)?;
-        elementwise::accumulate(&summand, &output)?;
-        let y = pass.ctx.token_exchange(pass.layer)?.sum_scatter(&summand)?;
+        elementwise::accumulate(&partial, &output)?;
+        let y = pass.ctx.token_exchange(pass.layer)?.reduce_scatter(&partial)?;
         elementwise::accumulate(&y, x)?;
-        pass.recycle([input, summand, output]);
+        pass.recycle([input, partial, output]);
         pass.recycle(mlp_input);
         Ok((y, mlp))
     }
@@ -60,7 +60,7 @@ impl DividedParallelDecoder {
         let own = own_branch.map(|branch| gathered_input(branch, &x, forward)).transpose()?;
         let mlp_input = own.as_ref().map_or(&input, |(input, ..)| input);
         // The gradient of the outputs, which each module turns into that of its input.
-        let of_attention = exchange.gather(&dy, forward.ctx.seq_len_local())?;
+        let of_attention = exchange.all_gather(&dy, forward.ctx.seq_len_local())?;
         let of_mlp = forward.workspace().alloc(of_attention.dims())?;
         strided_copy::copy(&of_attention, &of_mlp)?;
         mlp.backward(&alone, mlp_input, saved_mlp, &of_mlp, pass)?;
@@ -68,13 +68,13 @@ impl DividedParallelDecoder {
         match own_branch.zip(own) {
             None => elementwise::accumulate(&of_attention, &of_mlp)?,
             Some((branch, (input, normed, rstd))) => {
-                let dnormed = exchange.sum_scatter(&of_mlp)?;
+                let dnormed = exchange.reduce_scatter(&of_mlp)?;
                 branch.backward_enter(&dnormed, &x, &rstd, &dy, pass)?;
                 recycle_unless(normed, &x, forward);
                 forward.recycle([input, rstd, dnormed]);
             }
         }
-        let dnormed = exchange.sum_scatter(&of_attention)?;
+        let dnormed = exchange.reduce_scatter(&of_attention)?;
         attention_branch.backward_enter(&dnormed, &x, &rstd, &dy, pass)?;
         recycle_unless(normed, &x, forward);
         forward.recycle([input, rstd, of_attention, of_mlp, dnormed]);
