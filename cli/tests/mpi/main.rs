@@ -13,6 +13,7 @@ mod hosts;
 mod job;
 mod large;
 mod launching;
+mod meshes;
 mod nodes;
 mod sharded;
 mod slurm;
@@ -32,7 +33,8 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     // A job uses all cores, but half of the time it waits.
     arguments.test_threads = Some(2);
-    let trials = conformance::trials().into_iter().chain(training::trials()).chain(launching::trials());
+    let trials = conformance::trials().into_iter().chain(training::trials()).chain(meshes::trials());
+    let trials = trials.chain(launching::trials());
     let trials =
         trials.chain(golden::trials()).chain(hosts::trials()).chain(nodes::trials()).chain(slurm::trials());
     libtest_mimic::run(&arguments, trials.collect()).exit_code()

@@ -10,13 +10,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let parity = |stage: u64| {
-        trial(format!("training_at_stage_{stage}_is_what_threads_do_on_every_mesh"), move || {
-            training_matches_threads(stage);
-        })
-    };
-    let mut trials: Vec<Trial> = (0..4).map(parity).collect();
-    trials.push(trial("stages_of_a_pipeline_are_what_threads_do", stages_of_a_pipeline_are_what_threads_do));
+    let mut trials =
+        vec![trial("stages_of_a_pipeline_are_what_threads_do", stages_of_a_pipeline_are_what_threads_do)];
     trials.push(trial("a_run_resumes_with_a_different_number_of_processes", || {
         a_run_resumes_with_a_different_number_of_processes();
     }));
@@ -72,16 +67,6 @@ fn the_memory_of_a_rank_does_not_grow() {
     assert!(late < early + (200 << 10), "{early} bytes after 21 steps, {late} after 220");
 }
 
-fn training_matches_threads(stage: u64) {
-    let place = Workplace::new();
-    place.write_config("config.json", json!({ "zero_optimization": { "stage": stage } }));
-    // Either ring at two of the stages.
-    let ring = if stage.is_multiple_of(2) { "ring=2,ulysses=2" } else { "ring=4,ulysses=1" };
-    for mesh in ["2x2", "1x4", "4x1", ring] {
-        assert_four_processes_are_threads(&place, mesh, 4);
-    }
-}
-
 /// One stage per rank, and two, of which a rank has several messages to the same other one on their way.
 fn stages_of_a_pipeline_are_what_threads_do() {
     let place = Workplace::new();
@@ -94,19 +79,19 @@ fn stages_of_a_pipeline_are_what_threads_do() {
             "ulysses": { "model": "small", "seq_len": 32, "steps": 2, "pipeline": pipeline },
         });
         place.write_config("config.json", config);
-        assert_four_processes_are_threads(&place, mesh, 2);
+        assert_processes_are_threads(&place, 4, mesh, 2);
     }
 }
 
-/// Compares a run of four processes with one of four threads.
-fn assert_four_processes_are_threads(place: &Workplace, mesh: &str, steps: usize) {
-    let [threads, processes] = ["threads", "processes"].map(|backend| format!("{backend}-{mesh}"));
-    place.run(&["train", "config.json", "--mesh", mesh, "--output", &threads]).assert_done();
-    let outcome = train(place, 4, &["--mesh", mesh, "--output", &processes]);
+/// Compares a run of processes with one of threads.
+pub(crate) fn assert_processes_are_threads(place: &Workplace, processes: usize, mesh: &str, steps: usize) {
+    let [of_threads, of_processes] = ["threads", "processes"].map(|backend| format!("{backend}-{mesh}"));
+    place.run(&["train", "config.json", "--mesh", mesh, "--output", &of_threads]).assert_done();
+    let outcome = train(place, processes, &["--mesh", mesh, "--output", &of_processes]);
     assert!(outcome.assert_done().stdout.contains("tokens/s"), "{outcome:?}");
     assert_eq!(outcome.stdout.matches("tokens/s").count(), 1, "one process reports: {outcome:?}");
     let [threads, processes] =
-        [threads, processes].map(|output| trained_metrics(place, &format!("{output}/metrics.jsonl")));
+        [of_threads, of_processes].map(|output| trained_metrics(place, &format!("{output}/metrics.jsonl")));
     assert_eq!(threads.len(), steps);
     assert_eq!(processes, threads, "mesh {mesh}: sums must be in the same order");
 }
