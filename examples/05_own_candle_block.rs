@@ -14,7 +14,6 @@ use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, PackedSequences};
 use ulysses::engine::initialize;
-use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, RandomWeights};
 use ulysses::nn::ParallelStyle::{Colwise, Rowwise};
 use ulysses::nn::{AutogradLayer, BlockContext, Embedding, Init, Layer, ParameterSpec};
@@ -106,7 +105,7 @@ fn main() -> Result<()> {
     )?);
 
     // 5. Four ranks, which are threads of this process.
-    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
+    let mesh = config.placed_mesh(None)?.mesh;
     launch(mesh.world_size(), &LaunchOptions::default(), |rank| -> Result<()> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let mut engine = initialize(model()?, &RandomWeights { seed: 1 }, &config, &groups)?;

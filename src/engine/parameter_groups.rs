@@ -5,13 +5,14 @@ use crate::config::ParameterGroup;
 use crate::model::UnitSpec;
 
 /// Refuses parameter groups that are likely mistakes: a pattern that matches nothing, or only parameters
-/// of earlier groups; and groups that freeze all parameters. [`initialize`](super::initialize) also checks
+/// of earlier groups; and groups that freeze all parameters. Constants count as none. [`initialize`](super::initialize) also checks
 /// this; this function needs no ranks.
 ///
 /// # Errors
 /// The first of these mistakes, with the group and its pattern.
 pub fn check_parameter_groups(groups: &[ParameterGroup], units: &[UnitSpec]) -> Result<(), EngineError> {
-    let names = || units.iter().flat_map(|unit| &unit.parameters).map(|spec| spec.name.as_str());
+    let trainable = || units.iter().flat_map(|unit| &unit.parameters).filter(|spec| !spec.is_constant);
+    let names = || trainable().map(|spec| spec.name.as_str());
     if names().next().is_some() && names().all(|name| ParameterGroup::is_frozen(groups, name)) {
         let frozen = groups.iter().filter(|group| group.frozen);
         let patterns = frozen.map(|group| format!("{:?}", group.pattern.as_str())).collect();

@@ -453,7 +453,15 @@ fn check_linear_attention(origin: &str, linear: &LinearAttentionConfig) -> Resul
         let expected = format!("it must divide {values} = {num_value_heads}");
         return Err(refused(origin, keys, num_key_heads.to_string(), expected));
     }
-    Ok(())
+    match linear.kind {
+        LinearAttentionKind::Mamba2(mamba) => {
+            let [least, most] = mamba.time_step_limits;
+            let expected = "the lower limit must be at most the upper one".to_owned();
+            let refused = || refused(origin, "time_step_limit", format!("[{least}, {most}]"), expected);
+            if least <= most { Ok(()) } else { Err(refused()) }
+        }
+        LinearAttentionKind::GatedDeltaNet => Ok(()),
+    }
 }
 
 /// Refuses the first size that is not from 1 to its limit.

@@ -87,7 +87,7 @@ impl GatedMlp {
         self.down.add_bias(parameters, projections.down());
     }
 
-    /// Keeps the intermediate elements of one rank of tp; the output is then a summand.
+    /// Keeps the intermediate elements of one rank of tp; the output is then a partial sum.
     ///
     /// # Errors
     /// More ranks than intermediate elements.

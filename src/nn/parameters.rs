@@ -41,7 +41,7 @@ pub struct ParameterSpec {
     pub init: Init,
     /// The part of the whole parameter that this rank has, if the ranks of tp divide it.
     pub shard: Option<Box<TensorShard>>,
-    /// Whether it is never trained, as a persistent buffer of PyTorch. It is then frozen.
+    /// Whether it is never trained, as a persistent buffer of PyTorch: frozen, whatever parameter groups say.
     pub is_constant: bool,
     /// How the ranks of tp divide the parameter, or its use, as the weight of a linear layer.
     pub style: Option<ParallelStyle>,

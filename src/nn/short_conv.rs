@@ -101,7 +101,7 @@ impl ShortConv {
         Self { shape, input, conv, out }
     }
 
-    /// Keeps the channels of one rank of tp; the output is then a summand.
+    /// Keeps the channels of one rank of tp; the output is then a partial sum.
     ///
     /// # Errors
     /// More ranks than channels.

@@ -15,7 +15,7 @@ use candle_core::Tensor;
 pub enum MixerConfig {
     /// Attention.
     Attention(AttentionConfig),
-    /// Gated DeltaNet.
+    /// Linear attention: Gated DeltaNet or Mamba 2.
     LinearAttention(LinearAttentionConfig),
     /// Gated short convolution.
     ShortConv(ShortConvConfig),
@@ -108,7 +108,7 @@ impl From<ShortConvConfig> for MixerConfig {
 pub enum TokenMixer {
     /// Attention.
     Attention(SelfAttention),
-    /// Gated DeltaNet.
+    /// Linear attention: Gated DeltaNet or Mamba 2.
     LinearAttention(LinearAttention),
     /// Gated short convolution.
     ShortConv(ShortConv),

@@ -9,7 +9,7 @@ pub enum Placement {
     Shard(usize),
     /// Every rank of the axis has the same elements.
     Replicate,
-    /// Every rank of the axis has a summand of the elements.
+    /// Every rank of the axis has a partial sum of the elements.
     Partial,
 }
 

@@ -40,11 +40,11 @@ pub fn draw(layout: &Layout, ranks: &[usize], dtype: DType) -> Result<String, Pl
     for (coordinate, rank) in layout.coordinates().zip(ranks).take(MAX_RANKS) {
         let (held, sent) = (layout.local_numel(&coordinate)? * elem_bytes, plan.sent_elems(&coordinate)?);
         let slices = layout.local_slices(&coordinate)?;
-        let is_summand = layout.axes().iter().any(|axis| axis.placement == Placement::Partial);
-        let summand = if is_summand { ", a summand" } else { "" };
+        let is_partial = layout.axes().iter().any(|axis| axis.placement == Placement::Partial);
+        let note = if is_partial { ", a partial sum" } else { "" };
         let at = coordinate.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
         let sent = sent * elem_bytes as u64;
-        let _ = writeln!(text, "{rank:>4}  {at:<10}{held:>7}  {sent:>13}  {slices:?}{summand}");
+        let _ = writeln!(text, "{rank:>4}  {at:<10}{held:>7}  {sent:>13}  {slices:?}{note}");
     }
     if ranks.len() > MAX_RANKS {
         let _ = writeln!(text, "…     {} more ranks", ranks.len() - MAX_RANKS);

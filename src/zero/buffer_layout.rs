@@ -42,7 +42,7 @@ pub struct ZeroAxis<'a> {
     pub name: &'static str,
     /// The ranks along it.
     pub group: &'a Arc<dyn ProcessGroup>,
-    /// The placement of a gradient before any sum: a summand, unless the ranks have different parameters.
+    /// The placement of a gradient before any sum: a partial sum, unless the ranks have different parameters.
     pub unreduced: Placement,
     /// The placement of the buffer.
     pub placement: Placement,
@@ -51,7 +51,7 @@ pub struct ZeroAxis<'a> {
 /// The placement of a buffer along every axis: first that of ZeRO's partitions, then those of ranks with the same partition,
 /// tp if it divides the parameters, and pp.
 ///
-/// A gradient is summed over the axes on which it is unreduced a summand: scattered where the optimizer state is sharded, as a whole
+/// A gradient is summed over the axes on which it is a partial sum before: scattered where the optimizer state is sharded, as a whole
 /// where it is replicated. The norm adds up shards. Replicas are compared, and share the files of a checkpoint.
 #[derive(Debug, Clone)]
 pub struct BufferLayout<'a> {
@@ -215,10 +215,18 @@ mod tests {
                 let groups = TrainingGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, shape)?;
                 let listed: Vec<_> = groups.by_axis().into_iter().map(|(axis, _)| axis).collect();
                 assert_eq!(listed, axes, "dp {dp} × sp {sp}, {shape:?}");
-                Ok::<_, CommError>(groups.written_part())
+                Ok::<_, CommError>((groups.written_part(), groups.part_replica()))
             });
-            let of_ranks = on_ranks.unwrap().into_iter().enumerate();
+            let (parts, replicas): (Vec<_>, Vec<_>) = on_ranks.unwrap().into_iter().unzip();
+            let of_ranks = parts.into_iter().enumerate();
             let written: Vec<_> = of_ranks.filter_map(|(rank, part)| Some((part?.partition, rank))).collect();
+            for partition in 0..writers.len() {
+                let of_part = replicas.iter().filter(|replica| replica.part.partition == partition);
+                let numbers: Vec<_> =
+                    of_part.map(|replica| (replica.replica, replica.num_replicas)).collect();
+                let all: Vec<_> = (0..numbers.len()).map(|number| (number, numbers.len())).collect();
+                assert_eq!(numbers, all, "the replicas of partition {partition}, in the order of ranks");
+            }
             let expected: Vec<_> = writers.into_iter().enumerate().collect();
             assert_eq!(written, expected, "dp {dp} × sp {sp}, {shape:?}");
         }

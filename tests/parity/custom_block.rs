@@ -64,9 +64,9 @@ pub(super) fn run_on(
             Engine::with_attention(model(), &weights, &config, change(groups), attention, &test_device())?;
         Ok((engine.run_global_batch(global, 3)?, engine.check_replicas()))
     });
-    let (outcome, replicas) = outcomes.unwrap().remove(0);
-    replicas.unwrap();
-    outcome
+    let (mut outcomes, replicas): (Vec<_>, Vec<_>) = outcomes.unwrap().into_iter().unzip();
+    replicas.into_iter().for_each(|replicas| replicas.unwrap());
+    outcomes.remove(0)
 }
 
 /// Compares every layout with the single rank.

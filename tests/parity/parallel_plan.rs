@@ -90,13 +90,15 @@ impl GroupWrapper for Mistaken {
 fn is_found(layout: Layout, model: fn() -> Model, mistake: Option<Mistake>) -> bool {
     let batch = toy::batch(4, 22).unwrap();
     let expected = run_on(self::layout(1, 1, 0), planned, &batch, |groups| groups);
-    let outcome = run_on(layout, model, &batch, |groups| {
-        groups.map(|axis, inner| match mistake.filter(|_| axis == "tp") {
-            Some(mistake) => Arc::new(Mistaken { inner, mistake, num_sums: AtomicUsize::new(0) }),
-            None => inner,
+    let run = || {
+        run_on(layout, model, &batch, |groups| {
+            groups.map(|axis, inner| match mistake.filter(|_| axis == "tp") {
+                Some(mistake) => Arc::new(Mistaken { inner, mistake, num_sums: AtomicUsize::new(0) }),
+                None => inner,
+            })
         })
-    });
-    catch_unwind(AssertUnwindSafe(|| compare(&outcome, &expected, "a mistake"))).is_err()
+    };
+    catch_unwind(AssertUnwindSafe(|| compare(&run(), &expected, "a mistake"))).is_err()
 }
 
 #[test]

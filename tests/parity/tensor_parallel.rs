@@ -116,10 +116,10 @@ fn recomputation_tiles_and_head_chunks_change_nothing() {
         (Family::Llama, serde_json::json!({ "activation_checkpointing": true })),
         (Family::Olmo2, serde_json::json!({ "activation_checkpointing": true })),
         (Family::Olmo2, recomputed.clone()),
-        (Family::Llama, recomputed_by_chunks),
-        (Family::Gemma3, recomputed.clone()),
-        (Family::Cohere, recomputed),
-        (Family::Cohere, serde_json::json!({ "activation_checkpointing": true, "head_chunks": 2 })),
+        (Family::Llama, recomputed_by_chunks.clone()),
+        (Family::Gemma3, recomputed),
+        (Family::Cohere, recomputed_by_chunks),
+        (Family::GptNeoX, serde_json::json!({ "activation_checkpointing": true })),
         (Family::Gemma3, serde_json::json!({ "activation_checkpointing": true, "head_chunks": 2 })),
         (Family::Gemma4, serde_json::json!({ "activation_checkpointing": true, "tile_tokens": 3 })),
         (Family::Llama, serde_json::json!({ "tile_tokens": 3, "loss_tile_tokens": 5 })),
@@ -127,7 +127,10 @@ fn recomputation_tiles_and_head_chunks_change_nothing() {
     ];
     let problems = options.map(|(family, options)| {
         let sliding_window = matches!(family, Family::Gemma3 | Family::Gemma4).then_some(5);
-        let config = ReferenceConfig { family, num_heads: 12, num_kv_heads: 12, sliding_window, ..CONFIG };
+        // The heads of GPT-NeoX make up its hidden size.
+        let heads = if family == Family::GptNeoX { 6 } else { 12 };
+        let config =
+            ReferenceConfig { family, num_heads: heads, num_kv_heads: heads, sliding_window, ..CONFIG };
         let mut problem = problem(config, packed_batch());
         problem.extra = serde_json::json!({ "ulysses": options });
         problem

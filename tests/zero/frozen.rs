@@ -4,7 +4,9 @@
 use crate::support::compare::{assert_all_close, assert_scalar_close, values};
 use crate::support::mesh_run::{Layout, Problem, Rule, bits, by_name, layout};
 use crate::support::problems::{ADAMW, CONFIG, main_problem, packed_batch, problem};
-use crate::support::reference::{LambConfig, Optimizer, ReferenceConfig, Tensors, Weights, as_tensors};
+use crate::support::reference::{
+    Family, LambConfig, Optimizer, ReferenceConfig, Tensors, Weights, as_tensors,
+};
 use crate::support::sample::{axes, sampled};
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -216,4 +218,14 @@ fn groups_that_freeze_everything_or_nothing_are_errors_with_their_pattern() {
     assert!(all.contains(expected), "{all}");
     let none = refusal(json!([{ "match": "lm_heads", "frozen": true }]));
     assert!(none.contains("no parameter has a name that matches \"lm_heads\""), "{none}");
+}
+
+#[test]
+fn groups_that_leave_only_constants_freeze_everything() {
+    // Its layers have a constant factor beside their weights.
+    let gemma4 = ReferenceConfig { family: Family::Gemma4, num_layers: 2, sliding_window: Some(5), ..CONFIG };
+    let frozen = json!({ "ulysses": { "parameter_groups": [{ "match": "weight$", "frozen": true }] } });
+    let problem = Problem { extra: frozen, ..problem(gemma4, packed_batch()) };
+    let error = format!("{:#}", problem.run(layout(1, 1, 0)).unwrap_err());
+    assert!(error.contains("freezes every parameter"), "{error}");
 }

@@ -43,7 +43,7 @@ fn a_tensor_is_drawn_with_the_slices_and_bytes_of_every_rank() {
                 2  1,0            36             36  [4..7, 0..3]\n";
     assert!(text.contains(rows), "{text}");
     let sum = drawing(&["2x2", "--tensor", "8:S(0),P:bf16"]);
-    assert!(sum.contains("bf16, 16 bytes") && sum.contains("[4..8], a summand\n"), "{sum}");
+    assert!(sum.contains("bf16, 16 bytes") && sum.contains("[4..8], a partial sum\n"), "{sum}");
     let refused = |tensor: &str, expected: &[&str]| {
         Workplace::new().run(&["mesh", "2x2", "--tensor", tensor]).assert_refused(2, expected);
     };

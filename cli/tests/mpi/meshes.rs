@@ -11,11 +11,13 @@ use serde_json::json;
 type Sizes = [usize; 5];
 
 /// Each axis alone, all pairs and triples of pp, dp, sp and tp, of which sp is a ring, Ulysses or both; up to 8 processes.
-const MESHES: [Sizes; 25] = [
+const MESHES: [Sizes; 27] = [
     [2, 1, 1, 1, 1],
     [1, 2, 1, 1, 1],
-    [1, 3, 1, 1, 1],
+    [1, 4, 1, 1, 1],
     [1, 1, 2, 1, 1],
+    [1, 1, 3, 1, 1],
+    [1, 1, 4, 1, 1],
     [1, 1, 1, 2, 1],
     [1, 1, 1, 3, 1],
     [1, 1, 1, 4, 1],

@@ -96,7 +96,7 @@ pub struct Gradients<'a> {
     pub dg: &'a Tensor,
     /// Gradient of the rates.
     pub dbeta: &'a Tensor,
-    /// Gradient of the skip connection, `[B, S, Hv]` in f32: the summand of each token. Of [`Rule::Sum`] only.
+    /// Gradient of the skip connection, `[B, S, Hv]` in f32: the term of each token. Of [`Rule::Sum`] only.
     pub dskip: Option<&'a Tensor>,
 }
 

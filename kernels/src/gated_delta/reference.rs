@@ -30,7 +30,7 @@ pub struct Inputs {
     pub g: Vec<f64>,
     /// Rates of the updates.
     pub beta: Vec<f64>,
-    /// Factor of the skip connection of each value head. Its gradient is `[B, S, Hv]`, the summand of each token.
+    /// Factor of the skip connection of each value head. Its gradient is `[B, S, Hv]`, the term of each token.
     pub skip: Vec<f64>,
 }
 

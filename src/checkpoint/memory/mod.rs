@@ -38,7 +38,7 @@ impl MemoryCopies {
     /// Opens the `directory` of this rank's node, and removes partial copies of an earlier start. Collective.
     ///
     /// Ranks with the same host name and the same path share a node. `group` has all ranks; `part` is that of
-    /// [`Saver::new`](super::Saver::new). Returns `None` if any rank has no such directory.
+    /// [`TrainingGroups::written_part`](crate::comm::TrainingGroups::written_part). Returns `None` if any rank has no such directory.
     ///
     /// # Errors
     /// Fails if a partial copy cannot be removed, or communication fails.

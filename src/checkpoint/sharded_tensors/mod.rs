@@ -27,8 +27,8 @@ use table::{TABLE, TensorTable, file_name};
 /// Saves tensors to the new directory `dir`, as torch's `distributed.checkpoint.save`. Collective over the mesh.
 ///
 /// Each rank writes a safetensors file with slices that it has, and the first rank of the mesh `tensors.json`, with the hashes of
-/// all files. Ranks that have the same slices share them by bytes (PyTorch DCP's `dedup_save_to_lowest_rank=False`). The directory appears atomically: it is complete, or not there.
-/// [`load_tensors`] reads it.
+/// all files. Ranks that have the same slices share them by bytes (PyTorch DCP's `dedup_save_to_lowest_rank=False`). The
+/// directory appears atomically: it is complete, or not there. [`load_tensors`] reads it.
 ///
 /// # Errors
 /// A directory that exists, ranks with different names, dtypes, shapes or placements, a tensor on another mesh, a pending

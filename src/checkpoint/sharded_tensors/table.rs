@@ -103,7 +103,8 @@ impl TensorTable {
         for (name, dtype, layout) in self.tensors()? {
             let mut slices: BTreeMap<Vec<usize>, (u64, Vec<usize>)> = BTreeMap::new();
             for (rank, coordinate) in layout.coordinates().enumerate() {
-                let bytes = (layout.local_numel(&coordinate)? * dtype.bitsize() / 8) as u64;
+                // The product in bits may not fit.
+                let bytes = (layout.local_numel(&coordinate)? as u128 * dtype.bitsize() as u128 / 8) as u64;
                 let axes = layout.axes().iter().zip(&coordinate);
                 let is_replica = |axis: &LayoutAxis| axis.placement == Placement::Replicate;
                 let slice = axes.map(|(axis, index)| if is_replica(axis) { 0 } else { *index }).collect();

@@ -134,7 +134,8 @@ impl NamePattern {
 
     /// Compiles a pattern that matches names from their start on; the error says what would be valid.
     pub(super) fn from_start(pattern: &str) -> Result<Self, String> {
-        Ok(Self { text: pattern.to_owned(), ..Self::new(&format!("^(?:{pattern})"))? })
+        let Self { text, .. } = Self::new(pattern)?;
+        Ok(Self { text, ..Self::new(&format!("^(?:{pattern})"))? })
     }
 
     /// Compiles a pattern; the error says what would be valid.

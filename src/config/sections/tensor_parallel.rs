@@ -54,16 +54,27 @@ choices! {
     }
 }
 
-/// A style of a plan in transformers' words that is not supported.
+/// An entry of a plan in transformers' words that is not supported.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "the style of {pattern:?} is {style:?}: \"colwise\" and \"rowwise\" are valid; leave out weights that every rank has whole"
-)]
-pub struct TpPlanError {
-    /// The pattern.
-    pub pattern: String,
-    /// Its style.
-    pub style: String,
+pub enum TpPlanError {
+    /// A style that is not supported.
+    #[error(
+        "the style of {pattern:?} is {style:?}: \"colwise\" and \"rowwise\" are valid; leave out weights that every rank has whole"
+    )]
+    Style {
+        /// The pattern.
+        pattern: String,
+        /// Its style.
+        style: String,
+    },
+    /// A pattern that cannot be compiled.
+    #[error("the pattern {pattern:?}: expected {expected}")]
+    Pattern {
+        /// The pattern.
+        pattern: String,
+        /// What would be valid.
+        expected: String,
+    },
 }
 
 impl TensorParallelConfig {
@@ -80,18 +91,19 @@ impl TensorParallelConfig {
     /// ```
     ///
     /// # Errors
-    /// Another style.
+    /// Another style, or a pattern that is too long.
     pub fn from_tp_plan<'a>(plan: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, TpPlanError> {
         let spec = |(pattern, style): (&str, &str)| {
-            let unsupported = || TpPlanError { pattern: pattern.to_owned(), style: style.to_owned() };
+            let pattern_text = || pattern.to_owned();
             let partition_type = match style {
                 "colwise" => PartitionType::Column,
                 "rowwise" => PartitionType::Row,
-                _ => return Err(unsupported()),
+                _ => return Err(TpPlanError::Style { pattern: pattern_text(), style: style.to_owned() }),
             };
             let name = regex::escape(pattern).replace(r"\*", r"\d+");
             let of_module = NamePattern::from_start(&format!(r"(.*\.)?{name}(\.weight)?$"));
-            Ok(LayerSpec { patterns: vec![of_module.map_err(|_| unsupported())?], partition_type })
+            let invalid = |expected| TpPlanError::Pattern { pattern: pattern_text(), expected };
+            Ok(LayerSpec { patterns: vec![of_module.map_err(invalid)?], partition_type })
         };
         let layer_specs = plan.into_iter().map(spec).collect::<Result<_, _>>()?;
         Ok(Self { partition_config: PartitionConfig { layer_specs } })

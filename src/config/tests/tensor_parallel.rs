@@ -84,6 +84,23 @@ fn sizes_that_contradict_each_other_are_an_error_and_a_flag_replaces_them() {
 }
 
 #[test]
+fn keys_of_autotp_without_effect_are_those_of_their_section() {
+    let keys =
+        r#""vocab_parallel_lm_head": true, "vocab_parallel_ce_backend": "liger", "kernel_inject": false"#;
+    let given = resolve(&format!(r#""tensor_parallel": {{{keys}}}"#), &Overrides::default()).unwrap();
+    assert!(
+        given.notes.iter().any(|note| note.contains("tensor_parallel.vocab_parallel_lm_head")),
+        "{:?}",
+        given.notes
+    );
+    let spec = format!(
+        r#""tensor_parallel": {{"partition_config": {{"layer_specs": [{{"patterns": ["a"], {keys}}}]}}}}"#
+    );
+    let refused = refusal(&spec, &Overrides::default());
+    assert!(refused.contains("layer_specs[0].vocab_parallel_lm_head"), "{refused}");
+}
+
+#[test]
 fn features_without_tensor_parallelism_are_refused_by_name() {
     let tp = r#""tensor_parallel_size": 2"#;
     for (keys, feature) in [

@@ -35,10 +35,12 @@ impl ParallelDecoderLayer {
     /// Creates layer `index` of a model. Without a norm before the MLP, both modules have that of the attention.
     ///
     /// # Panics
-    /// If the model has no such layer, or the parts have a norm after a module.
+    /// If the model has no such layer, the parts have a norm after a module, or the attention has an output gate.
     pub fn with_parts(config: &ModelConfig, index: usize, parts: DecoderParts) -> Self {
         let norms_after = [parts.attention_norms.after, parts.mlp_norms.after];
         assert_eq!(norms_after, [None; 2], "modules side by side have no norms behind them");
+        let has_gate = config.layers[index].attention().is_some_and(|attention| attention.output_gate);
+        assert!(!has_gate, "an attention beside an MLP has no output gate");
         let mut parameters = ParameterList::new(config.layer_name(index));
         let (mut attention, mut mlp) = parts.modules(config, index, &mut parameters);
         let mut branch = |norms| Branch::new(&mut parameters, norms, config.hidden_size, config.norm(), 1.0);

@@ -108,6 +108,9 @@ pub struct SelfAttention {
 
 impl SelfAttention {
     /// Adds the projections of queries, keys and values, then that of the output, then the sinks if there are any.
+    ///
+    /// # Panics
+    /// If values come from keys, but the projections are fused or have biases.
     pub fn new(
         parameters: &mut ParameterList,
         projections: AttentionProjections,
@@ -125,8 +128,10 @@ impl SelfAttention {
                 let [q, k] = Linear::group(parameters, names, outs, hidden_size, qkv);
                 [q, k.clone(), k]
             }
+            (_, true) => panic!("values from keys, but fused projections"),
             _ => Linear::group(parameters, projections.qkv(head_dim), outs, hidden_size, qkv),
         };
+        assert!(!(shape.values_from_keys && shape.qkv_bias), "values from keys, but biases");
         let o = Linear::new(parameters, projections.o, [hidden_size, num_heads * head_dim], o);
         let sinks = shape.sinks.then(|| parameters.add(projections.sinks, [num_heads], init));
         let mut per_head = per_head.into_iter();
@@ -170,7 +175,7 @@ impl SelfAttention {
         }
     }
 
-    /// Keeps the heads of one rank of tp; the output is then a summand.
+    /// Keeps the heads of one rank of tp; the output is then a partial sum.
     ///
     /// # Errors
     /// Heads that cannot be divided over so many ranks.
@@ -194,11 +199,6 @@ impl SelfAttention {
         self.k.divide_norm(parameters, &kv, tp.rank)?;
         self.shape = shape;
         Ok(())
-    }
-
-    /// Returns whether a gate multiplies the output.
-    pub(in crate::nn) fn has_output_gate(&self) -> bool {
-        self.shape.output_gate
     }
 
     /// The size of the attention, for its FLOPs.

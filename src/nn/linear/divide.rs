@@ -23,7 +23,7 @@ impl Linear {
         }
     }
 
-    /// Keeps the inputs of one rank of tp, whose outputs are then summands: one of the ranks adds the bias. `inputs`: those
+    /// Keeps the inputs of one rank of tp, whose outputs are then partial sums: one of the ranks adds the bias. `inputs`: those
     /// of every rank.
     pub(in crate::nn) fn divide_inputs(
         &mut self,

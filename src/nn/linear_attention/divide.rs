@@ -25,7 +25,7 @@ impl LinearAttentionConfig {
 }
 
 impl LinearAttention {
-    /// Keeps the heads of one rank of tp; the output is then a summand. If ranks share key heads, the parameters of queries, keys and
+    /// Keeps the heads of one rank of tp; the output is then a partial sum. If ranks share key heads, the parameters of queries, keys and
     /// values stay whole, and each rank uses some of their rows and channels.
     ///
     /// # Errors

@@ -45,8 +45,8 @@ impl TokenMixer {
         Ok((output, chunks.into_iter().map(MixerSaved::Attention).collect()))
     }
 
-    /// As [`recompute`](Self::recompute), where the output is not needed. An attention is not run: [`backward`](Self::backward)
-    /// computes again what is missing. `input` is called if the module must run.
+    /// As [`recompute`](Self::recompute), where the output is not needed. An attention, which must have no output gate, is not run:
+    /// [`backward`](Self::backward) computes again what is missing. `input` is called if the module must run.
     ///
     /// # Errors
     /// As [`recompute`](Self::recompute).
@@ -60,7 +60,7 @@ impl TokenMixer {
         if self.recomputes_chunks(pass.ctx) {
             return Ok(Vec::new());
         }
-        if self.attention().is_some_and(|attention| !attention.has_output_gate()) {
+        if self.attention().is_some() {
             return Ok(saved_chunks(checkpoint, pass)?.into_iter().map(MixerSaved::Attention).collect());
         }
         let x = input()?;

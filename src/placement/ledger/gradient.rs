@@ -23,7 +23,7 @@ pub struct GradientOf<'a> {
     pub divided_over: Vec<&'static str>,
 }
 
-/// Records that a backward pass adds to a buffer of gradients with this name: a summand, since every rank has other tokens,
+/// Records that a backward pass adds to a buffer of gradients with this name: a partial sum, since every rank has other tokens,
 /// except along the axes whose ranks divide the parameters.
 ///
 /// # Errors

@@ -38,7 +38,7 @@ struct Ledger {
 }
 
 impl Ledger {
-    /// The placements of a summand that each rank has computed from its own tokens, of a tensor that the ranks along the axes
+    /// The placements of a partial sum that each rank has computed from its own tokens, of a tensor that the ranks along the axes
     /// `divided_over` divide.
     fn partial(&self, divided_over: &[&str]) -> Vec<Placement> {
         let axes = self.mesh.axis_names().iter().zip(self.mesh.shape());

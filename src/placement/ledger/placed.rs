@@ -70,14 +70,14 @@ impl Placed {
         self.refuse_at(self.pending, Fault::Incomplete)
     }
 
-    /// Checks that a gradient is reduced: that it is no summand any more.
+    /// Checks that a gradient is reduced: that it is no partial sum any more.
     ///
     /// # Errors
     /// A sum that is missing, or has not completed.
     pub fn check_summed(&self) -> Result<(), LedgerError> {
         self.check_complete()?;
-        let summands = with(|ledger| ledger.partial(&[])).unwrap_or_default();
-        let placements = self.placements.as_ref().unwrap_or(&summands);
+        let partial = with(|ledger| ledger.partial(&[])).unwrap_or_default();
+        let placements = self.placements.as_ref().unwrap_or(&partial);
         self.refuse_at(placements.iter().position(|placement| *placement == Partial), Fault::NotSummed)
     }
 

@@ -1,7 +1,7 @@
 //! The accounts of numbers that all ranks add up: the squares of gradients, and the losses of tokens.
 //!
 //! Numbers have no placements. Instead, the code says what it adds up, and the ledger then expects that collectives of f64
-//! values sum it over exactly the axes along which ranks have summands.
+//! values sum it over exactly the axes along which ranks have partial sums.
 
 use super::{Fault, LedgerError, Placed, fault, with};
 use crate::placement::Placement::{Replicate, Shard};

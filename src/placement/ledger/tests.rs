@@ -141,7 +141,7 @@ fn partitions_over_dp_and_sp_are_not_summed_over_sp_again() {
 }
 
 #[test]
-fn a_copy_in_bf16_is_still_a_summand_of_the_replicas() {
+fn a_copy_in_bf16_is_still_a_partial_sum_of_the_replicas() {
     with_ledger("2x2", |groups| {
         let (gradient, rounded) = (gradient(), zeros(8, DType::BF16, &Device::Cpu).unwrap());
         copy(&gradient, &rounded).unwrap();

@@ -23,7 +23,7 @@ pub(crate) struct Comparison<'a> {
 
 impl ZeroOptimizer {
     /// Hash of what this rank keeps of a buffer, over all parameters with this division. Equal
-    /// on all ranks along an axis that replicates it by [`TrainingGroups::layout`](crate::zero::TrainingGroups::layout). 0 in a dry run,
+    /// on all ranks along an axis that replicates it by [`TrainingGroups::layout`](crate::comm::TrainingGroups::layout). 0 in a dry run,
     /// which has no elements.
     ///
     /// # Errors

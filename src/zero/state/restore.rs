@@ -30,7 +30,7 @@ impl ZeroOptimizer {
         self.layouts().filter(|layout| self.groups.is_of_stage(layout.division()))
     }
 
-    /// Returns the bytes of each partition in a checkpoint, over all units and kinds that this rank of tp writes, without
+    /// Returns the bytes of each partition in a checkpoint, over all units and kinds of the part that this rank has, without
     /// padding.
     pub fn saved_bytes(&self) -> Vec<u64> {
         let num_kinds = self.state_kinds().len();
