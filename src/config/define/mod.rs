@@ -21,7 +21,7 @@ pub(crate) mod words;
 pub(crate) use variants::{declare_variants, variant, variants, write_variant};
 
 use crate::config::reader::Section;
-use crate::config::vocabulary::{Key, Value, complete, join};
+use crate::config::vocabulary::{Default, Key, Value, complete, join};
 use serde_json::{Map, Value as Json};
 use std::num::NonZero;
 
@@ -82,9 +82,15 @@ impl<T: Keys> Setting for T {
     fn written(&self) -> Option<Json> {
         let mut object = Map::new();
         self.write_into(&mut object);
-        // Such as a section of which every key is absent.
-        (!self.is_left_out() && !object.is_empty()).then_some(Json::Object(object))
+        (!self.is_left_out()).then_some(Json::Object(object))
     }
+}
+
+/// Adds a key to a section that is written, unless it is omitted, or is itself a section without keys that may be absent.
+pub(crate) fn write_key(section: &mut Map<String, Json>, key: Key, value: Option<Json>) {
+    let is_required = matches!(key.default, Default::Required);
+    let is_needed = |value: &Json| is_required || value.as_object().is_none_or(|keys| !keys.is_empty());
+    section.extend(value.filter(is_needed).map(|value| (key.name.to_owned(), value)));
 }
 
 /// Returns the keys of the section `T` at `path`: ours, then DeepSpeed's.
@@ -211,9 +217,11 @@ macro_rules! keys {
         <$type as $crate::config::define::Keys>::write_into($value, $object)
     };
     (@write $value:expr, $object:ident, $type:ty, $field:ident, $key:expr) => {
-        if let Some(value) = <$type as $crate::config::define::Setting>::written($value) {
-            $object.insert(const { ($key).of_field(stringify!($field), "").name }.to_owned(), value);
-        }
+        $crate::config::define::write_key(
+            $object,
+            const { ($key).of_field(stringify!($field), "") },
+            <$type as $crate::config::define::Setting>::written($value),
+        )
     };
 }
 
