@@ -122,7 +122,7 @@ pub enum OpError {
     CpuOnly {
         /// The op.
         op: &'static str,
-        /// What has none.
+        /// The part without GPU kernels.
         part: &'static str,
     },
     /// An output shares storage with another argument: candle's lock on it would deadlock.

@@ -70,7 +70,7 @@ pub enum LayerError {
         parameter: String,
         /// Number of its parts.
         parts: usize,
-        /// What would be valid.
+        /// The expected number of parts.
         expected: String,
     },
     /// A layer has no linear layer of this name.

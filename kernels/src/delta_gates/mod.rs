@@ -30,7 +30,7 @@ pub struct Operands<'a> {
     pub dt_bias: &'a Tensor,
 }
 
-/// What the rate of an update is.
+/// The rate of an update of the state.
 #[derive(Debug, Clone, Copy)]
 pub enum Rate<'a> {
     /// σ of this projection `[n, H]`.

@@ -74,7 +74,7 @@ pub struct Operands<'a> {
 /// How a token changes the state.
 #[derive(Debug, Clone, Copy)]
 pub enum Rule<'a> {
-    /// What the state recalls for the key moves towards the value.
+    /// The delta rule: the value stored under the key moves towards the token's value.
     Delta,
     /// The state is a decaying sum of keys and values, as in Mamba 2.
     Sum {

@@ -42,7 +42,7 @@ keys! {
 }
 
 choices! {
-    /// What the ranks of tp divide.
+    /// The dimension of a weight that the ranks of tp divide.
     pub enum PartitionType {
         /// Outputs: rows of a weight `[out, in]`.
         #[default]
@@ -72,7 +72,7 @@ pub enum TpPlanError {
     Pattern {
         /// The pattern.
         pattern: String,
-        /// What would be valid.
+        /// The expected form.
         expected: String,
     },
 }

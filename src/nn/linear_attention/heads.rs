@@ -141,7 +141,7 @@ impl LinearAttention {
         Ok(delta_gates::backward(&operands, [dg, dbeta], &gradients)?)
     }
 
-    /// What the rate is; `b` is its projection, if there is one.
+    /// The rate of updates: the projection `b`, or the time step of Mamba 2.
     fn rate<'b>(&self, b: Option<&'b Tensor>) -> Rate<'b> {
         let limits = match self.shape.kind {
             LinearAttentionKind::Mamba2(mamba) => mamba.time_step_limits,

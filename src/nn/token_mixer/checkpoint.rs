@@ -1,4 +1,4 @@
-//! What a layer that is recomputed keeps of its token mixer.
+//! Activation checkpointing of a token mixer: the tensors that are saved, and recomputation from them.
 
 use super::{MixerSaved, TokenMixer};
 use crate::nn::{AttentionSaved, Branch, ForwardPass, LayerContext, LayerError, Saves};
