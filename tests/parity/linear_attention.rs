@@ -2,10 +2,10 @@
 //! convolution see whole documents on every mesh, and nothing else.
 
 use crate::support::compare::rms_error;
+use crate::support::features::check_features;
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, by_name, layout};
 use crate::support::problems::{ADAMW, CONFIG, packed_batch, problem};
 use crate::support::reference::{Family, ReferenceConfig};
-use crate::support::sample::{axes, sampled};
 use serde_json::{Value, json};
 
 /// Two layers with linear attention of two key and four value heads, one with attention. Half of its heads rotates.
@@ -59,21 +59,7 @@ fn linear_attention_is_the_same_on_every_mesh_with_and_without_features() {
     let chunks = json!({ "activation_checkpointing": true, "head_chunks": 2, "overlap_exchange": true });
     let kept = json!({ "activation_checkpointing": true, "save_attention_output": true, "head_chunks": 2 });
     let features = [json!({}), recompute(false), recompute(true), tiles, chunks, kept];
-    let problems = features.map(|ulysses| hybrid(json!({ "ulysses": ulysses })));
-    let expected = problems[0].reference().unwrap();
-    let cases = layouts().flat_map(|layout| (0..problems.len()).map(move |feature| (layout, feature)));
-    // A chunk of two has four heads; those of one of three or four ranks of tp have too few KV heads for two chunks.
-    let cases = cases.filter(|(layout, feature)| {
-        *feature < 3 || layout.sp / layout.ring * layout.tp <= 4 && layout.tp < 3
-    });
-    let axes = |(layout, feature): &(Layout, usize)| {
-        let Layout { sp, ring, tp, pp, stage, .. } = layout;
-        axes![feature, sp, ring, tp, pp, stage]
-    };
-    for (layout, feature) in sampled(cases, axes) {
-        let outcome = problems[feature].run(layout).unwrap();
-        assert_matches(&outcome, &expected, 5e-5, &format!("features {feature}, {layout:?}"));
-    }
+    check_features(&features.map(|ulysses| hybrid(json!({ "ulysses": ulysses }))), layouts());
 }
 
 #[test]

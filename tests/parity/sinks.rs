@@ -1,11 +1,11 @@
 //! Attention with sinks (gpt-oss) against the independent f64 reference on every mesh, and against transformers.
 
 use crate::support::compare::{assert_close, rms_error, values};
+use crate::support::features::check_features;
 use crate::support::golden::repository;
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, by_name, layout, llama, matches};
 use crate::support::problems::{ADAMW, CONFIG, packed_batch, problem};
 use crate::support::reference::{Family, ReferenceConfig, load_tensors};
-use crate::support::sample::{axes, sampled};
 use crate::support::sink_doubles::{SinkFault, with_fault};
 use serde_json::{Value, json};
 use ulysses::kernels::Workspace;
@@ -51,21 +51,7 @@ fn sinks_are_the_same_on_every_mesh_with_and_without_features() {
         chunks(true, false),
         chunks(true, true),
     ];
-    let problems = features.map(|ulysses| with_sinks(json!({ "ulysses": ulysses })));
-    let expected = problems[0].reference().unwrap();
-    let cases = layouts().flat_map(|layout| (0..problems.len()).map(move |feature| (layout, feature)));
-    // A chunk of two has four heads; those of one of three ranks of tp have too few KV heads for two chunks.
-    let cases = cases.filter(|(layout, feature)| {
-        *feature < 3 || layout.sp / layout.ring * layout.tp <= 4 && layout.tp < 3
-    });
-    let axes = |(layout, feature): &(Layout, usize)| {
-        let Layout { sp, ring, tp, pp, stage, .. } = layout;
-        axes![feature, sp, ring, tp, pp, stage]
-    };
-    for (layout, feature) in sampled(cases, axes) {
-        let outcome = problems[feature].run(layout).unwrap();
-        assert_matches(&outcome, &expected, 5e-5, &format!("features {feature}, {layout:?}"));
-    }
+    check_features(&features.map(|ulysses| with_sinks(json!({ "ulysses": ulysses }))), layouts());
 }
 
 #[test]

@@ -8,6 +8,7 @@ pub mod comm;
 pub mod compare;
 pub mod device;
 pub mod doubles;
+pub mod features;
 pub mod golden;
 pub mod llama_block;
 pub mod mesh_run;
