@@ -66,7 +66,7 @@ impl Benchmark for LinearAttention {
                 "seq_len": self.seq_len, "num_value_heads": values, "num_key_heads": keys,
                 "head_dim": self.head_dim, "dtype": dtype_name(self.dtype),
             }),
-            method: "gated delta rule of one document; FLOPs of its matmuls in chunks, counted twice in the backward pass; \
+            method: "gated delta rule and sums (Mamba 2) of one document; FLOPs of its matmuls in chunks, counted twice in the backward pass; \
                      each pass alternating with a square f32 GEMM on the same threads; median"
                 .to_owned(),
             unit: FLOPS,
@@ -83,6 +83,8 @@ struct Passes {
     /// q, k, v, g and beta.
     inputs: [Tensor; 5],
     gradients: [Tensor; 5],
+    /// The skip connection of sums.
+    skip: Tensor,
     states: Tensor,
     o: Tensor,
     dout: Tensor,
@@ -103,33 +105,41 @@ impl Passes {
         let [q, k, v, g, beta] = &inputs;
         let gradients =
             [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?, g.zeros_like()?, beta.zeros_like()?];
-        let (o, dout) = (v.zeros_like()?, heads(values)?);
+        let (o, dout, skip) = (v.zeros_like()?, heads(values)?, random(&[values], *dtype)?);
         let workspace = Workspace::with_options(options.clone());
         let states = workspace.alloc_f32(&layout.states_shape(head_dim, head_dim))?;
-        Ok(Self { layout: layout.clone(), workspace, inputs, gradients, states, o, dout, head_dim })
+        Ok(Self { layout: layout.clone(), workspace, inputs, gradients, skip, states, o, dout, head_dim })
     }
 
-    fn cases(self) -> [Case<'static>; 2] {
-        let flops = self.layout.flops([self.head_dim; 2], true);
+    fn cases(self) -> [Case<'static>; 4] {
+        let [of_delta, of_sums] =
+            [true, false].map(|is_delta| self.layout.flops([self.head_dim; 2], is_delta));
         let passes = Rc::new(self);
+        let case = |name: &str, flops, run| Case::on(&passes, name, flops, run).against(SQUARE);
         [
-            Case::on(&passes, "forward", flops, Self::forward).against(SQUARE),
-            Case::on(&passes, "backward", 2.0 * flops, Self::backward).against(SQUARE),
+            case("forward", of_delta, |passes: &Self| passes.forward(Rule::Delta)),
+            case("backward", 2.0 * of_delta, |passes| passes.backward(Rule::Delta)),
+            case("sums forward", of_sums, |passes| passes.forward(passes.sums())),
+            case("sums backward", 2.0 * of_sums, |passes| passes.backward(passes.sums())),
         ]
     }
 
-    fn operands(&self) -> Operands<'_> {
+    fn sums(&self) -> Rule<'_> {
+        Rule::Sum { skip: &self.skip }
+    }
+
+    fn operands<'a>(&'a self, rule: Rule<'a>) -> Operands<'a> {
         let [q, k, v, g, beta] = &self.inputs;
-        Operands { q, k, v, g, beta, rule: Rule::Delta, layout: &self.layout }
+        Operands { q, k, v, g, beta, rule, layout: &self.layout }
     }
 
-    fn forward(&self) -> Result<(), OpError> {
-        forward(&self.operands(), &self.o, &self.states, &self.workspace)
+    fn forward(&self, rule: Rule<'_>) -> Result<(), OpError> {
+        forward(&self.operands(rule), &self.o, &self.states, &self.workspace)
     }
 
-    fn backward(&self) -> Result<(), OpError> {
+    fn backward(&self, rule: Rule<'_>) -> Result<(), OpError> {
         let [dq, dk, dv, dg, dbeta] = &self.gradients;
         let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: None };
-        backward(&self.operands(), &self.states, &self.dout, &gradients, &self.workspace)
+        backward(&self.operands(rule), &self.states, &self.dout, &gradients, &self.workspace)
     }
 }

@@ -57,7 +57,7 @@ enum Bench {
     Overlap(Repeated<overlap::Overlap>),
     /// Measure attention forward and backward, compared with a square GEMM.
     Attention(Repeated<attention::Attention>),
-    /// Measure linear attention (the gated delta rule) forward and backward, compared with a square GEMM.
+    /// Measure linear attention (the gated delta rule, and sums as in Mamba 2) forward and backward, compared with a square GEMM.
     LinearAttention(Repeated<linear_attention::LinearAttention>),
     /// Measure the GEMMs of a model, compared with a square GEMM.
     Gemm(Repeated<gemm::Gemms>),
