@@ -1,4 +1,4 @@
-// Decay and rate of the gated delta rule, forward and backward (`src/delta_gates`).
+// Decay and rate of linear attention, forward and backward (`src/delta_gates`).
 
 #include "common.cuh"
 
@@ -12,22 +12,31 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 // log(1 + eˣ)
 __device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
-// g = −exp(a_log) · softplus(a + dt_bias), beta = σ(b)
+// The smallest and the largest time step.
+struct Limits {
+    float least, most;
+
+    __device__ __forceinline__ float clamp(float step) const { return fminf(fmaxf(step, least), most); }
+};
+
+// g = −exp(a_log) · clamp(softplus(a + dt_bias)), beta = σ(b), or the clamped time step without b
 template <typename T>
 __device__ __forceinline__ void forward(float *g, float *beta, const T *a, const T *b, const T *a_log, const T *dt_bias,
-                                        u64 size, u32 heads) {
+                                        const Limits &limits, u64 size, u32 heads) {
     const u64 i = global_thread();
     if (i >= size) return;
     const u32 head = static_cast<u32>(i % heads);
-    g[i] = -expf(widen(a_log[head])) * softplus(widen(a[i]) + widen(dt_bias[head]));
-    beta[i] = sigmoid(widen(b[i]));
+    const float step = limits.clamp(softplus(widen(a[i]) + widen(dt_bias[head])));
+    g[i] = -expf(widen(a_log[head])) * step;
+    beta[i] = b != nullptr ? sigmoid(widen(b[i])) : step;
 }
 
-// da and db; and partial[block, 2, heads], the sums of a_log and of dt_bias over the block's tokens. A warp has one head, its lanes
-// the tokens.
+// da, and db if it is asked for; and partial[block, 2, heads], the sums of a_log and of dt_bias over the block's tokens. A warp has one head,
+// its lanes the tokens. As PyTorch's clamp: no gradient outside the limits.
 template <typename T>
 __device__ __forceinline__ void backward(T *da, T *db, float *partial, const T *a, const T *b, const T *a_log,
-                                         const T *dt_bias, const float *dg, const float *dbeta, u64 tokens, u32 heads) {
+                                         const T *dt_bias, const float *dg, const float *dbeta, const Limits &limits,
+                                         u64 tokens, u32 heads) {
     const u64 begin = static_cast<u64>(blockIdx.x) * kTokens, end = begin + kTokens < tokens ? begin + kTokens : tokens;
     const u32 head = blockIdx.y * (kThreads / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     if (head >= heads) return;
@@ -35,11 +44,16 @@ __device__ __forceinline__ void backward(T *da, T *db, float *partial, const T *
     float of_a_log = 0.0f, of_dt_bias = 0.0f;
     for (u64 token = begin + lane; token < end; token += kWarp) {
         const u64 i = token * heads + head;
-        const float time = widen(a[i]) + bias, rated = -rate * dg[i], gradient = rated * sigmoid(time), x = widen(b[i]);
-        of_a_log += rated * softplus(time);
+        const float time = widen(a[i]) + bias, unclamped = softplus(time), step = limits.clamp(unclamped);
+        const float rated = -rate * dg[i], of_step = b != nullptr ? rated : rated + dbeta[i];
+        const float gradient = step == unclamped ? of_step * sigmoid(time) : 0.0f;
+        of_a_log += rated * step;
         of_dt_bias += gradient;
         da[i] = round_to<T>(gradient);
-        db[i] = round_to<T>(dbeta[i] * sigmoid(x) * sigmoid(-x));
+        if (db != nullptr) {
+            const float x = widen(b[i]);
+            db[i] = round_to<T>(dbeta[i] * sigmoid(x) * sigmoid(-x));
+        }
     }
     of_a_log = warp_reduce<Sum>(of_a_log);
     of_dt_bias = warp_reduce<Sum>(of_dt_bias);
@@ -53,13 +67,13 @@ __device__ __forceinline__ void backward(T *da, T *db, float *partial, const T *
 #define INSTANTIATE(T, suffix)                                                                                  \
     KERNEL(delta_gates_forward_##suffix, float *__restrict__ g, float *__restrict__ beta,                       \
            const T *__restrict__ a, const T *__restrict__ b, const T *__restrict__ a_log,                       \
-           const T *__restrict__ dt_bias, u64 size, u32 heads) {                                                \
-        forward(g, beta, a, b, a_log, dt_bias, size, heads);                                                    \
+           const T *__restrict__ dt_bias, BY_VALUE(Limits) limits, u64 size, u32 heads) {                       \
+        forward(g, beta, a, b, a_log, dt_bias, limits, size, heads);                                            \
     }                                                                                                           \
     KERNEL(delta_gates_backward_##suffix, T *__restrict__ da, T *__restrict__ db, float *__restrict__ partial,  \
            const T *__restrict__ a, const T *__restrict__ b, const T *__restrict__ a_log,                       \
            const T *__restrict__ dt_bias, const float *__restrict__ dg, const float *__restrict__ dbeta,        \
-           u64 tokens, u32 heads) {                                                                             \
-        backward(da, db, partial, a, b, a_log, dt_bias, dg, dbeta, tokens, heads);                              \
+           BY_VALUE(Limits) limits, u64 tokens, u32 heads) {                                                    \
+        backward(da, db, partial, a, b, a_log, dt_bias, dg, dbeta, limits, tokens, heads);                      \
     }
 FOR_EACH_FLOAT(INSTANTIATE)

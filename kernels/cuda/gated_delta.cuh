@@ -1,4 +1,4 @@
-// What the passes of the gated delta rule share: chunks, working memory, and products of small matrices. The formulas are those of
+// What both passes share: chunks, working memory, and products of small matrices. The formulas are those of
 // `src/gated_delta/cpu/mod.rs`.
 
 namespace {
@@ -7,10 +7,14 @@ namespace {
 constexpr u32 kChunk = 64, kColumns = 32;
 constexpr u32 kNone = 0xffffffff;
 
-// As in `src/gated_delta/cuda/mod.rs`. `rows` are the tokens of a segment in the working memory, `slots` the states of a segment
-// there, `saved` the states that a forward pass saves of a sequence.
+// `Rule` of `src/gated_delta/mod.rs`. In kernels for sums, errors are the values, and there is no L.
+enum class Rule { delta, sum };
+
+// As in `src/gated_delta/cuda/mod.rs`. `rows` are the tokens of a segment in the working memory, of which each has `key_row`
+// elements of a key head and `value_row` of a value head. `slots` are the states of a segment there, `saved` those that a forward pass
+// saves of a sequence.
 struct Sizes {
-    u32 seq_len, rows, key_heads, value_heads, key_dim, value_dim, slots, saved;
+    u32 seq_len, rows, key_heads, value_heads, key_dim, value_dim, key_row, value_row, slots, saved;
 };
 
 // Tokens of a document, and their first row in the segment. `state` is the slot of the state before them and `dstate` that of the
@@ -39,43 +43,41 @@ __device__ __forceinline__ Segment segment_at(const u32 *segments, u32 sequence)
     return {words[0], words[1], words[2]};
 }
 
-// Rows of a chunk in the working memory of a key head: normalized queries times 1/√Dk, normalized keys, the inverse norms of both,
-// products of queries and keys, and of keys.
+// Rows of a chunk in the working memory of a key head: queries, keys, and their products. By the delta rule, queries are normalized and
+// times 1/√Dk, keys are normalized, and the inverse norms of both and the products of keys follow.
 template <typename F> struct KeyRows {
-    F *q, *k, *q_inverse_norms, *k_inverse_norms, *qk, *kk;
+    F *q, *k, *qk, *q_inverse_norms, *k_inverse_norms, *kk;
 
     __device__ __forceinline__ KeyRows(F *memory, const Chunk &chunk, u32 head, const Sizes &sizes) {
         const u64 rows = sizes.rows, dim = sizes.key_dim, row = chunk.row;
-        memory += (static_cast<u64>(chunk.sequence) * sizes.key_heads + head) * rows * (2 * dim + 2 + 2 * kChunk);
+        memory += (static_cast<u64>(chunk.sequence) * sizes.key_heads + head) * rows * sizes.key_row;
         q = memory + row * dim;
         k = q + rows * dim;
         memory += 2 * rows * dim;
+        qk = memory + row * kChunk;
+        memory += rows * kChunk;
         q_inverse_norms = memory + row;
         k_inverse_norms = q_inverse_norms + rows;
-        memory += 2 * rows;
-        qk = memory + row * kChunk;
-        kk = qk + rows * kChunk;
+        kk = memory + 2 * rows + row * kChunk;
     }
 };
 
-// Rows of a chunk in the working memory of a value head: sums of g from the chunk's start, rates, (I + L)⁻¹, errors and updates.
-// Then the state `[Dk, Dv]` behind the chunk that was processed last, and the states before chunks.
+// Rows of a chunk in the working memory of a value head: sums of g from the chunk's start, rates, errors, updates, and by the delta
+// rule (I + L)⁻¹. Then the state `[Dk, Dv]` behind the chunk that was processed last, and the states before chunks.
 template <typename F> struct ValueRows {
-    F *decay, *rate, *inverse, *errors, *updates, *state, *states;
+    F *decay, *rate, *errors, *updates, *inverse, *state, *states;
 
     __device__ __forceinline__ ValueRows(F *memory, const Chunk &chunk, u32 head, const Sizes &sizes) {
         const u64 rows = sizes.rows, dim = sizes.value_dim, row = chunk.row;
         const u64 state_size = dim * sizes.key_dim;
         memory += (static_cast<u64>(chunk.sequence) * sizes.value_heads + head) *
-                  (rows * (2 + kChunk + 2 * dim) + (1 + sizes.slots) * state_size);
+                  (rows * sizes.value_row + (1 + sizes.slots) * state_size);
         decay = memory + row;
         rate = decay + rows;
-        memory += 2 * rows;
-        inverse = memory + row * kChunk;
-        memory += rows * kChunk;
-        errors = memory + row * dim;
+        errors = memory + 2 * rows + row * dim;
         updates = errors + rows * dim;
-        state = memory + 2 * rows * dim;
+        inverse = memory + 2 * rows * (1 + dim) + row * kChunk;
+        state = memory + rows * sizes.value_row;
         states = state + state_size;
     }
 };
@@ -167,12 +169,13 @@ __device__ void multiply(float *to, u32 to_row, float keep, float sign, const Ma
     __syncthreads();
 }
 
-// Writes exp(γ) and exp(γ_end − γ) of a chunk.
+// Writes exp(γ) and exp(γ_end − γ) of a chunk, which all threads of the block see.
 __device__ __forceinline__ void write_decays(float *decays, float *decays_to_end, const float *decay, u32 len) {
     for (u32 i = threadIdx.x; i < len; i += kThreads) {
         decays[i] = expf(decay[i]);
         decays_to_end[i] = expf(decay[len - 1] - decay[i]);
     }
+    __syncthreads();
 }
 
 // Aᵢⱼ = (qᵢ·kⱼ) exp(γᵢ − γⱼ) for j ≤ i, and zeros.
@@ -184,3 +187,12 @@ __device__ __forceinline__ void write_attention(float *a, const float *qk, const
 }
 
 }  // namespace
+
+// As FOR_EACH_FLOAT, for each rule.
+#define FOR_EACH_RULE_AND_FLOAT(macro) \
+    macro(delta, float, f32)           \
+    macro(delta, bf16, bf16)           \
+    macro(delta, f16, f16)             \
+    macro(sum, float, f32)             \
+    macro(sum, bf16, bf16)             \
+    macro(sum, f16, f16)

@@ -1,4 +1,4 @@
-// The gated delta rule in chunks: gradients (`src/gated_delta`), once `gated_delta_forward.cu` has computed a segment again.
+// Linear attention in chunks: gradients (`src/gated_delta`), once `gated_delta_forward.cu` has computed a segment again.
 
 #include "common.cuh"
 #include "gated_delta.cuh"
@@ -46,8 +46,9 @@ __device__ __forceinline__ void add_terms(float *gradient, float *dots, const fl
 // A row of the working memory of gradients: distance between rows in shared memory, which avoids bank conflicts of columns.
 constexpr u32 kPitch = kChunk + 1;
 
-// Replaces the gradient of A by that of the products of queries and keys, and the gradient of L by that of the products of keys,
-// symmetric. Writes the gradients of γ and of the rates.
+// Replaces the gradient of A by that of the products of queries and keys, and by the delta rule the gradient of L by that of the
+// products of keys, symmetric. Writes the gradients of γ and of the rates that come from them.
+template <Rule kRule>
 __device__ __forceinline__ void backward_pairs(float *da, float *dl, const Sums &sums, const float *qk, const float *kk,
                                                const float *decay, const float *rate, u32 len) {
     const u32 i = threadIdx.x;
@@ -56,13 +57,18 @@ __device__ __forceinline__ void backward_pairs(float *da, float *dl, const Sums 
         for (u32 j = 0; j < len; ++j) {
             const u32 at = i * kPitch + j;
             if (j < i) {
-                const float factor = expf(decay[i] - decay[j]), of_kk = dl[at] * factor;
+                const float factor = expf(decay[i] - decay[j]);
                 da[at] *= factor;
-                dl[at] = rate[i] * of_kk;
-                of_rate += of_kk * kk[i * kChunk + j];
-                of_decay += da[at] * qk[i * kChunk + j] + dl[at] * kk[i * kChunk + j];
+                float of_pair = da[at] * qk[i * kChunk + j];
+                if constexpr (kRule == Rule::delta) {
+                    const float of_kk = dl[at] * factor;
+                    dl[at] = rate[i] * of_kk;
+                    of_rate += of_kk * kk[i * kChunk + j];
+                    of_pair += dl[at] * kk[i * kChunk + j];
+                }
+                of_decay += of_pair;
             } else {
-                dl[at] = 0.0f;
+                if constexpr (kRule == Rule::delta) dl[at] = 0.0f;
                 if (j > i) da[at] = 0.0f;
             }
         }
@@ -72,15 +78,19 @@ __device__ __forceinline__ void backward_pairs(float *da, float *dl, const Sums 
     if (i < len) {
         for (u32 row = i + 1; row < len; ++row) {
             const u32 at = row * kPitch + i;
-            of_decay -= da[at] * qk[row * kChunk + i] + dl[at] * kk[row * kChunk + i];
-            dl[i * kPitch + row] = dl[at];
+            float of_pair = da[at] * qk[row * kChunk + i];
+            if constexpr (kRule == Rule::delta) {
+                of_pair += dl[at] * kk[row * kChunk + i];
+                dl[i * kPitch + row] = dl[at];
+            }
+            of_decay -= of_pair;
         }
         sums.decay[i] = of_decay;
     }
     __syncthreads();
 }
 
-// Rows of a chunk in the working memory of a key head: the gradients of normalized queries and keys, and a term of one of them.
+// Rows of a chunk in the working memory of a key head: the gradients of `KeyRows::q` and `KeyRows::k`, and a term of one of them.
 struct KeyGradients {
     float *q, *k, *term;
 
@@ -94,7 +104,7 @@ struct KeyGradients {
 };
 
 // One chunk of a value head, for a block.
-struct ValueChunk {
+template <Rule kRule> struct ValueChunk {
     Chunk chunk;
     KeyRows<const float> key;
     ValueRows<const float> value;
@@ -108,11 +118,15 @@ struct ValueChunk {
         const u32 len = chunk.len, dim = sizes.value_dim, key_dim = sizes.key_dim;
         const Shape pairs = {len, len, dim}, keys = {len, key_dim, len};
         multiply<4>(da, kPitch, 0.0f, 1.0f, matrix(gradient.output, dim), transposed(value.updates, dim), pairs);
-        multiply<4>(dl, kPitch, 0.0f, -1.0f, matrix(gradient.updates, dim), transposed(value.updates, dim), pairs);
-        backward_pairs(da, dl, sums, key.qk, key.kk, value.decay, value.rate, len);
+        if constexpr (kRule == Rule::delta) {
+            multiply<4>(dl, kPitch, 0.0f, -1.0f, matrix(gradient.updates, dim), transposed(value.updates, dim), pairs);
+        }
+        backward_pairs<kRule>(da, dl, sums, key.qk, key.kk, value.decay, value.rate, len);
         multiply<4>(to.q, key_dim, 1.0f, 1.0f, matrix(da, kPitch), matrix(key.k, key_dim), keys);
         multiply<4>(to.k, key_dim, 1.0f, 1.0f, transposed(da, kPitch), matrix(key.q, key_dim), keys);
-        multiply<4>(to.k, key_dim, 1.0f, 1.0f, matrix(dl, kPitch), matrix(key.k, key_dim), keys);
+        if constexpr (kRule == Rule::delta) {
+            multiply<4>(to.k, key_dim, 1.0f, 1.0f, matrix(dl, kPitch), matrix(key.k, key_dim), keys);
+        }
     }
 
     // The gradients that come from reading the state before the chunk: for the output, and for the errors.
@@ -122,8 +136,10 @@ struct ValueChunk {
         const Shape shape = {chunk.len, key_dim, dim};
         multiply<4>(to.term, key_dim, 0.0f, 1.0f, matrix(gradient.output, dim), state, shape);
         add_terms(to.q, sums.decay, to.term, decays, key.q, chunk.len, key_dim);
-        multiply<4>(to.term, key_dim, 0.0f, -1.0f, matrix(gradient.updates, dim), state, shape);
-        add_terms(to.k, sums.decay, to.term, decayed_rates, key.k, chunk.len, key_dim);
+        if constexpr (kRule == Rule::delta) {
+            multiply<4>(to.term, key_dim, 0.0f, -1.0f, matrix(gradient.updates, dim), state, shape);
+            add_terms(to.k, sums.decay, to.term, decayed_rates, key.k, chunk.len, key_dim);
+        }
     }
 
     // The gradients that come from the state behind the chunk. `dots` and `scratch` are shared memory of the block.
@@ -157,55 +173,77 @@ struct ValueChunk {
     }
 };
 
-// The gradients of a value head's values, rates and decays. The latter are in all γ from their token to the end of the chunk.
-template <typename T>
-__device__ __forceinline__ void write_values(T *dv, float *dg, float *dbeta, const ValueChunk &at, const Sums &sums, u32 head) {
+// The gradients of a value head, on tokens.
+template <typename T> struct ValueOutputs {
+    T *dv;
+    float *dg, *dbeta, *dskip;
+};
+
+// The gradients of a value head's values, rates, skip connection and decays. The latter are in all γ from their token to the end of
+// the chunk. `skip` is 0 by the delta rule.
+template <Rule kRule, typename T>
+__device__ __forceinline__ void write_values(const ValueOutputs<T> &to, const ValueChunk<kRule> &at, const Sums &sums, float skip,
+                                             u32 head) {
     const Sizes &sizes = at.sizes;
     const u32 dim = sizes.value_dim, lane = threadIdx.x % kWarp;
     for (u32 row = threadIdx.x / kWarp; row < at.chunk.len; row += kThreads / kWarp) {
         const u64 token = at.chunk.token_at(row, sizes) * sizes.value_heads + head;
-        float dot = 0.0f;
+        float of_rate = 0.0f, of_skip = 0.0f;
         for (u32 i = lane; i < dim; i += kWarp) {
-            const float gradient = at.gradient.updates[row * dim + i];
-            dot += gradient * at.value.errors[row * dim + i];
-            dv[token * dim + i] = round_to<T>(at.value.rate[row] * gradient);
+            const float gradient = at.gradient.updates[row * dim + i], error = at.value.errors[row * dim + i];
+            float of_value = at.value.rate[row] * gradient;
+            of_rate += gradient * error;
+            if constexpr (kRule == Rule::sum) {
+                const float of_output = at.gradient.output[row * dim + i];
+                of_value += skip * of_output;
+                of_skip += of_output * error;
+            }
+            to.dv[token * dim + i] = round_to<T>(of_value);
         }
-        dot = warp_reduce<Sum>(dot);
-        if (lane == 0) dbeta[token] = sums.rate[row] + dot;
+        of_rate = warp_reduce<Sum>(of_rate);
+        if constexpr (kRule == Rule::sum) of_skip = warp_reduce<Sum>(of_skip);
+        if (lane != 0) continue;
+        to.dbeta[token] = sums.rate[row] + of_rate;
+        if (kRule == Rule::sum && to.dskip != nullptr) to.dskip[token] = of_skip;
     }
     if (threadIdx.x == 0) {
         float sum = 0.0f;
         for (u32 row = at.chunk.len; row-- > 0;) {
-            dg[at.chunk.token_at(row, sizes) * sizes.value_heads + head] = sum += sums.decay[row];
+            to.dg[at.chunk.token_at(row, sizes) * sizes.value_heads + head] = sum += sums.decay[row];
         }
     }
     __syncthreads();
 }
 
-// Passes the gradients of normalized rows `scale · x / |x|` through the normalization: one warp per row.
-template <typename T>
+// Writes the gradients of queries or keys: one warp per row. By the delta rule, passes those of the normalized rows `scale · x / |x|`
+// through the normalization.
+template <Rule kRule, typename T>
 __device__ __forceinline__ void write_keys(T *dx, const float *gradients, const float *rows, const float *inverse_norms,
                                            float scale, const Chunk &chunk, u32 head, const Sizes &sizes) {
     const u32 dim = sizes.key_dim, lane = threadIdx.x % kWarp;
     for (u32 row = threadIdx.x / kWarp; row < chunk.len; row += kThreads / kWarp) {
         const float *x = rows + row * dim, *gradient = gradients + row * dim;
-        float dot = 0.0f;
-        for (u32 i = lane; i < dim; i += kWarp) dot += x[i] * gradient[i];
-        const float along = warp_reduce<Sum>(dot) / scale;
         T *to = dx + (chunk.token_at(row, sizes) * sizes.key_heads + head) * dim;
-        for (u32 i = lane; i < dim; i += kWarp) {
-            to[i] = round_to<T>(inverse_norms[row] * (scale * gradient[i] - along * x[i]));
+        if constexpr (kRule == Rule::sum) {
+            for (u32 i = lane; i < dim; i += kWarp) to[i] = round_to<T>(gradient[i]);
+        } else {
+            float dot = 0.0f;
+            for (u32 i = lane; i < dim; i += kWarp) dot += x[i] * gradient[i];
+            const float along = warp_reduce<Sum>(dot) / scale;
+            for (u32 i = lane; i < dim; i += kWarp) {
+                to[i] = round_to<T>(inverse_norms[row] * (scale * gradient[i] - along * x[i]));
+            }
         }
     }
 }
 
 // One block per chunk and key head: all gradients of the chunk, summed over the value heads that use the key head.
-template <typename T>
-__device__ __forceinline__ void backward_chunk(T *dq, T *dk, T *dv, float *dg, float *dbeta, float *key_gradients,
-                                               const float *keys, const float *values, const float *gradients,
+template <Rule kRule, typename T>
+__device__ __forceinline__ void backward_chunk(T *dq, T *dk, const ValueOutputs<T> &outputs, float *key_gradients,
+                                               const float *keys, const float *values, const float *gradients, const T *skip,
                                                const u32 *v_to_k, const u32 *chunks, const Sizes &sizes) {
     SHARED(float, da, [kChunk * kPitch]);
-    SHARED(float, dl, [kChunk * kPitch]);
+    SHARED(float, dl, [kRule == Rule::delta ? kChunk * kPitch : 1]);
     SHARED(float, factors, [3][kChunk]);
     SHARED(float, sums_of_tokens, [3][kChunk]);
     SHARED(float, scratch, [kWarp]);
@@ -216,28 +254,27 @@ __device__ __forceinline__ void backward_chunk(T *dq, T *dk, T *dv, float *dg, f
     for (u32 e = threadIdx.x; e < chunk.len * sizes.key_dim; e += kThreads) to.q[e] = to.k[e] = 0.0f;
     for (u32 head = 0; head < sizes.value_heads; ++head) {
         if (v_to_k[head] != key_head) continue;
-        const ValueChunk at = {chunk, key, {values, chunk, head, sizes}, {gradients, chunk, head, sizes}, sizes,
-                               factors[0], factors[1], factors[2]};
+        const ValueChunk<kRule> at = {chunk, key, {values, chunk, head, sizes}, {gradients, chunk, head, sizes}, sizes,
+                                      factors[0], factors[1], factors[2]};
         write_decays(factors[0], factors[1], at.value.decay, chunk.len);
         for (u32 i = threadIdx.x; i < chunk.len; i += kThreads) factors[2][i] = factors[0][i] * at.value.rate[i];
         const Sums sums = {sums_of_tokens[0], sums_of_tokens[1]};
         at.through_pairs(to, sums, da, dl);
         if (chunk.state != kNone) at.through_state(to, sums);
         if (chunk.dstate != kNone) at.through_next_state(to, sums, sums_of_tokens[2], scratch);
-        write_values(dv, dg, dbeta, at, sums, head);
+        write_values(outputs, at, sums, kRule == Rule::sum ? widen(skip[head]) : 0.0f, head);
     }
     __syncthreads();
     const float scale = 1.0f / sqrtf(static_cast<float>(sizes.key_dim));
-    write_keys(dq, to.q, key.q, key.q_inverse_norms, scale, chunk, key_head, sizes);
-    write_keys(dk, to.k, key.k, key.k_inverse_norms, 1.0f, chunk, key_head, sizes);
+    write_keys<kRule>(dq, to.q, key.q, key.q_inverse_norms, scale, chunk, key_head, sizes);
+    write_keys<kRule>(dk, to.k, key.k, key.k_inverse_norms, 1.0f, chunk, key_head, sizes);
 }
-
-}  // namespace
 
 // One block per sequence, value head and `kColumns` columns of the state: the gradients dR of β∘errors over the output's share of
 // the gradients of the updates, and the gradients of the states behind chunks, from the last chunk to the first.
-KERNEL(gated_delta_scan_backward, float *gradients, const float *values, const float *keys, const u32 *__restrict__ v_to_k,
-       const u32 *__restrict__ chunks, const u32 *__restrict__ segments, BY_VALUE(Sizes) sizes) {
+template <Rule kRule>
+__device__ __forceinline__ void scan_backward(float *gradients, const float *values, const float *keys, const u32 *v_to_k,
+                                              const u32 *chunks, const u32 *segments, const Sizes &sizes) {
     SHARED(float, decays, [kChunk]);
     SHARED(float, decays_to_end, [kChunk]);
     SHARED(float, decayed_rates, [kChunk]);
@@ -265,26 +302,46 @@ KERNEL(gated_delta_scan_backward, float *gradients, const float *values, const f
             multiply<2>(dupdates, dim, 1.0f, 1.0f, matrix(key.k, key_dim, decays_to_end), matrix(dstate, dim),
                         {chunk.len, width, key_dim});
         }
-        multiply<2>(dupdates, dim, 0.0f, 1.0f, transposed(value.inverse, kChunk), matrix(dupdates, dim),
-                    {chunk.len, width, chunk.len});
+        if constexpr (kRule == Rule::delta) {
+            multiply<2>(dupdates, dim, 0.0f, 1.0f, transposed(value.inverse, kChunk), matrix(dupdates, dim),
+                        {chunk.len, width, chunk.len});
+        }
         if (chunk.state == kNone) continue;
         const Shape shape = {key_dim, width, chunk.len};
         const Matrix dout = matrix(gradient.output + first, dim, decays);
         multiply<2>(dstate, dim, decays[chunk.len - 1], 1.0f, transposed(key.q, key_dim), dout, shape);
-        multiply<2>(dstate, dim, 1.0f, -1.0f, transposed(key.k, key_dim), matrix(dupdates, dim, decayed_rates), shape);
+        if constexpr (kRule == Rule::delta) {
+            multiply<2>(dstate, dim, 1.0f, -1.0f, transposed(key.k, key_dim), matrix(dupdates, dim, decayed_rates), shape);
+        }
     }
 }
 
-#define INSTANTIATE(T, suffix)                                                                                    \
-    KERNEL(gated_delta_output_backward_##suffix, float *gradients, const float *values, const float *keys,        \
-           const T *__restrict__ dout, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,            \
-           BY_VALUE(Sizes) sizes) {                                                                               \
-        backward_output(gradients, values, keys, dout, v_to_k, chunks, sizes);                                    \
-    }                                                                                                             \
-    KERNEL(gated_delta_backward_##suffix, T *__restrict__ dq, T *__restrict__ dk, T *__restrict__ dv,             \
-           float *__restrict__ dg, float *__restrict__ dbeta, float *key_gradients, const float *keys,            \
-           const float *values, const float *gradients, const u32 *__restrict__ v_to_k,                           \
-           const u32 *__restrict__ chunks, BY_VALUE(Sizes) sizes) {                                               \
-        backward_chunk(dq, dk, dv, dg, dbeta, key_gradients, keys, values, gradients, v_to_k, chunks, sizes);     \
+}  // namespace
+
+#define INSTANTIATE_OUTPUT(T, suffix)                                                                       \
+    KERNEL(gated_delta_output_backward_##suffix, float *gradients, const float *values, const float *keys,  \
+           const T *__restrict__ dout, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,      \
+           BY_VALUE(Sizes) sizes) {                                                                         \
+        backward_output(gradients, values, keys, dout, v_to_k, chunks, sizes);                              \
     }
-FOR_EACH_FLOAT(INSTANTIATE)
+FOR_EACH_FLOAT(INSTANTIATE_OUTPUT)
+
+#define INSTANTIATE_SCAN(rule)                                                                              \
+    KERNEL(gated_delta_scan_backward_##rule, float *gradients, const float *values, const float *keys,      \
+           const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks, const u32 *__restrict__ segments, \
+           BY_VALUE(Sizes) sizes) {                                                                         \
+        scan_backward<Rule::rule>(gradients, values, keys, v_to_k, chunks, segments, sizes);                \
+    }
+INSTANTIATE_SCAN(delta)
+INSTANTIATE_SCAN(sum)
+
+#define INSTANTIATE(rule, T, suffix)                                                                        \
+    KERNEL(gated_delta_backward_##rule##_##suffix, T *__restrict__ dq, T *__restrict__ dk, T *__restrict__ dv, \
+           float *__restrict__ dg, float *__restrict__ dbeta, float *__restrict__ dskip, float *key_gradients, \
+           const float *keys, const float *values, const float *gradients, const T *__restrict__ skip,      \
+           const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks, BY_VALUE(Sizes) sizes) {         \
+        const ValueOutputs<T> outputs = {dv, dg, dbeta, dskip};                                             \
+        backward_chunk<Rule::rule>(dq, dk, outputs, key_gradients, keys, values, gradients, skip, v_to_k,   \
+                                   chunks, sizes);                                                          \
+    }
+FOR_EACH_RULE_AND_FLOAT(INSTANTIATE)

@@ -117,14 +117,6 @@ pub enum OpError {
         /// The arguments' device.
         device: DeviceLocation,
     },
-    /// A part of the op has no kernel for GPUs.
-    #[error("{op}: {part} has kernels for the CPU only; choose `--device cpu`")]
-    CpuOnly {
-        /// The op.
-        op: &'static str,
-        /// The part without GPU kernels.
-        part: &'static str,
-    },
     /// An output shares storage with another argument: candle's lock on it would deadlock.
     #[error("{op}: output `{output}` shares storage with `{other}`; each output needs storage of its own")]
     SharedStorage {

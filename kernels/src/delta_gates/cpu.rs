@@ -75,7 +75,9 @@ pub(super) fn backward<T: Float>(
                 None => of_decay + dbeta,
                 Some(b) => {
                     let beta = sigmoid(f64::from(b[index]));
-                    gradients[1][index] = (dbeta * beta * (1.0 - beta)) as f32;
+                    if let Some(db) = gradients[1].get_mut(index) {
+                        *db = (dbeta * beta * (1.0 - beta)) as f32;
+                    }
                     of_decay
                 }
             };

@@ -1,7 +1,7 @@
 //! The launches of `cuda/delta_gates.cu`.
 
 use super::{Gradients, Operands};
-use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::DELTA_GATES};
+use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher, sources::DELTA_GATES};
 use crate::elementwise::add_blocks;
 use candle_core::{DType, Tensor};
 
@@ -15,17 +15,20 @@ pub(super) fn forward(
     launcher: &Launcher,
     (dtype, [tokens, heads]): (DType, [usize; 2]),
     operands: &Operands<'_>,
-    b: &Tensor,
     outputs: [&Tensor; 2],
 ) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&DELTA_GATES, "delta_gates_forward", dtype)?;
-    let Operands { a, a_log, dt_bias, .. } = *operands;
-    launcher.open(outputs, [a, b, a_log, dt_bias], |outputs, inputs| {
+    let (Operands { a, a_log, dt_bias, .. }, limits) =
+        (*operands, operands.limits().map(|limit| limit as f32));
+    let inputs: Vec<_> = [a, a_log, dt_bias].into_iter().chain(operands.b()).collect();
+    launcher.open_slices(&outputs, &inputs, |addresses| {
+        let [g, beta, a, a_log, dt_bias] = std::array::from_fn(|i| addresses[i]);
+        let b = addresses.get(5).copied().unwrap_or(Address::null(dtype));
         let size = tokens * heads;
-        let tensors: Vec<_> = outputs.into_iter().chain(inputs).map(Into::into).collect();
-        let args = [&tensors[..], &[(size as u64).into(), (heads as u32).into()]].concat();
+        let tensors = [g, beta, a, b, a_log, dt_bias].map(Into::into);
+        let sizes = [Arg::Struct(bytemuck::bytes_of(&limits)), (size as u64).into(), (heads as u32).into()];
         // SAFETY: a, b and the outputs have `size` elements, a_log and dt_bias one per head.
-        unsafe { launcher.launch(&kernel, Grid::threads(size), &args) }
+        unsafe { launcher.launch(&kernel, Grid::threads(size), &[&tensors[..], &sizes].concat()) }
     })
 }
 
@@ -34,9 +37,8 @@ pub(super) fn backward(
     launcher: &Launcher,
     (dtype, [tokens, heads]): (DType, [usize; 2]),
     operands: &Operands<'_>,
-    [b, db]: [&Tensor; 2],
     [dg, dbeta]: [&Tensor; 2],
-    &Gradients { da, da_log, ddt_bias, .. }: &Gradients<'_>,
+    &Gradients { da, db, da_log, ddt_bias }: &Gradients<'_>,
 ) -> Result<(), DeviceError> {
     if tokens * heads == 0 {
         return Ok(());
@@ -44,13 +46,20 @@ pub(super) fn backward(
     let kernel = Kernel::of_dtype(&DELTA_GATES, "delta_gates_backward", dtype)?;
     let blocks = tokens.div_ceil(TOKENS);
     let partial = crate::tensor::empty((blocks, 2, heads), DType::F32, da.device())?;
-    let Operands { a, a_log, dt_bias, .. } = *operands;
-    launcher.open([da, db, &partial], [a, b, a_log, dt_bias, dg, dbeta], |outputs, inputs| {
-        let tensors: Vec<_> = outputs.into_iter().chain(inputs).map(Into::into).collect();
-        let args = [&tensors[..], &[(tokens as u64).into(), (heads as u32).into()]].concat();
+    let (Operands { a, a_log, dt_bias, .. }, limits) =
+        (*operands, operands.limits().map(|limit| limit as f32));
+    let outputs: Vec<_> = [da, &partial].into_iter().chain(db).collect();
+    let inputs: Vec<_> = [a, a_log, dt_bias, dg, dbeta].into_iter().chain(operands.b()).collect();
+    launcher.open_slices(&outputs, &inputs, |addresses| {
+        let (outputs, inputs) = addresses.split_at(outputs.len());
+        let [a, a_log, dt_bias, dg, dbeta] = std::array::from_fn(|i| inputs[i]);
+        let db = outputs.get(2).copied().unwrap_or(Address::null_output(dtype));
+        let b = inputs.get(5).copied().unwrap_or(Address::null(dtype));
+        let tensors = [outputs[0], db, outputs[1], a, b, a_log, dt_bias, dg, dbeta].map(Into::into);
+        let sizes = [Arg::Struct(bytemuck::bytes_of(&limits)), (tokens as u64).into(), (heads as u32).into()];
         let grid = Grid { blocks: [blocks, heads.div_ceil(HEADS), 1], ..Grid::blocks(0) };
         // SAFETY: as in `forward`; the gradients are like a and b, and `partial` has two rows of `heads` per block.
-        unsafe { launcher.launch(&kernel, grid, &args) }
+        unsafe { launcher.launch(&kernel, grid, &[&tensors[..], &sizes].concat()) }
     })?;
     // One at a time: the gradients may be parts of one tensor, which can be opened once.
     da_log.map_or(Ok(()), |da_log| add_blocks(launcher, da_log, &partial, 0))?;

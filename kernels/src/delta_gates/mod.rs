@@ -14,9 +14,6 @@ use super::cast::{Float, with_element_type};
 use crate::device::Target;
 use candle_core::Tensor;
 
-/// What GPUs do not have yet.
-const TIME_STEPS: &str = "the time step of Mamba 2";
-
 /// Inputs of both directions.
 #[derive(Debug, Clone, Copy)]
 pub struct Operands<'a> {
@@ -47,7 +44,7 @@ pub enum Rate<'a> {
 pub struct Gradients<'a> {
     /// Gradient of `a`, `[n, H]`, overwritten.
     pub da: &'a Tensor,
-    /// Gradient of the rate's projection, `[n, H]`, overwritten; `None` if there is none.
+    /// Gradient of the rate's projection, `[n, H]`, overwritten; `None` if it is not needed.
     pub db: Option<&'a Tensor>,
     /// Gradient of `a_log`, `[H]` in f32, added to; `None` if it is frozen.
     pub da_log: Option<&'a Tensor>,
@@ -80,8 +77,7 @@ pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(),
         }
         Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => {
-            let b = operands.b().ok_or(OpError::CpuOnly { op: call.op, part: TIME_STEPS })?;
-            call.kernels(cuda::forward(&launcher, (dtype, dims), operands, b, [g, beta]))
+            call.kernels(cuda::forward(&launcher, (dtype, dims), operands, [g, beta]))
         }
     }
 }
@@ -101,6 +97,7 @@ pub fn backward(
     let call = ArgCheck::new("delta_gates::backward");
     let dims = operands.check(call)?;
     let Gradients { da, db, da_log, ddt_bias } = *gradients;
+    let db = db.filter(|_| operands.b().is_some());
     let upstream = [("dg", dg), ("dbeta", dbeta)];
     let outputs: Vec<_> = [("da", da)].into_iter().chain(db.map(|db| ("db", db))).collect();
     upstream.iter().chain(&outputs).try_for_each(|argument| call.expect(*argument, &dims))?;
@@ -144,10 +141,8 @@ pub fn backward(
             Ok(())
         }
         Target::Kernels(launcher) => {
-            let projection = operands.b().zip(db);
-            let (b, db) = projection.ok_or(OpError::CpuOnly { op: call.op, part: TIME_STEPS })?;
-            let upstream = [dg, dbeta];
-            call.kernels(cuda::backward(&launcher, (dtype, dims), operands, [b, db], upstream, gradients))
+            let gradients = Gradients { db, ..*gradients };
+            call.kernels(cuda::backward(&launcher, (dtype, dims), operands, [dg, dbeta], &gradients))
         }
     }
 }

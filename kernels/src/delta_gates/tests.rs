@@ -1,5 +1,6 @@
 use super::*;
 use crate::testing::*;
+use candle_core::DType;
 
 struct Problem {
     inputs: [Vec<f32>; 6],
@@ -19,91 +20,76 @@ impl Problem {
         Self { inputs, tokens, heads }
     }
 
-    fn f64s(&self) -> [Vec<f64>; 6] {
-        self.inputs.each_ref().map(|values| to_f64(values))
-    }
-
-    fn tensors(&self) -> [Tensor; 6] {
+    /// The inputs, rounded to `dtype` but for the gradients.
+    fn tensors(&self, dtype: DType) -> [Tensor; 6] {
         let rows = [self.tokens, self.heads];
         let dims: [&[usize]; 6] = [&rows, &rows, &[self.heads], &[self.heads], &rows, &rows];
-        std::array::from_fn(|i| tensor(&self.inputs[i], dims[i]))
+        std::array::from_fn(|i| rounded(if i < 4 { dtype } else { DType::F32 }, &self.inputs[i], dims[i]).0)
     }
 
-    /// g, beta, da, db, da_log and ddt_bias; the last two are added to ones.
-    fn run(&self) -> [Vec<f32>; 6] {
-        let [a, b, a_log, dt_bias, dg, dbeta] = &self.tensors();
-        let operands = Operands { a, rate: Rate::Projection(b), a_log, dt_bias };
-        let rows = || output(&[self.tokens, self.heads]);
-        let [g, beta, da, db] = [rows(), rows(), rows(), rows()];
+    fn f64s(&self, dtype: DType) -> [Vec<f64>; 6] {
+        self.tensors(dtype).map(|tensor| to_f64(&read(&tensor)))
+    }
+
+    /// g, beta, da, da_log, ddt_bias, and db if the rate is a projection. The sums are added to ones.
+    fn run(&self, dtype: DType, limits: Option<[f64; 2]>) -> Vec<Vec<f32>> {
+        let [a, b, a_log, dt_bias, dg, dbeta] = &self.tensors(dtype);
+        let rate = limits.map_or(Rate::Projection(b), |limits| Rate::TimeStep { limits });
+        let operands = Operands { a, rate, a_log, dt_bias };
+        let rows = |dtype| rounded(dtype, &vec![f32::NAN; self.tokens * self.heads], a.dims()).0;
+        let [g, beta, da, db] = [DType::F32, DType::F32, dtype, dtype].map(rows);
         forward(&operands, &g, &beta).unwrap();
-        let sums =
-            [tensor(&vec![1.0; self.heads], &[self.heads]), tensor(&vec![1.0; self.heads], &[self.heads])];
-        let gradients =
-            Gradients { da: &da, db: Some(&db), da_log: Some(&sums[0]), ddt_bias: Some(&sums[1]) };
+        let [da_log, ddt_bias] = [(); 2].map(|()| tensor(&vec![1.0; self.heads], &[self.heads]));
+        let db = operands.b().map(|_| &db);
+        let gradients = Gradients { da: &da, db, da_log: Some(&da_log), ddt_bias: Some(&ddt_bias) };
         backward(&operands, [dg, dbeta], &gradients).unwrap();
-        [read(&g), read(&beta), read(&da), read(&db), read(&sums[0]), read(&sums[1])]
+        [&g, &beta, &da, &da_log, &ddt_bias].into_iter().chain(db).map(read).collect()
     }
-}
 
-#[test]
-fn forward_and_backward_match_the_reference_on_every_target() {
-    // The CPU computes in f64.
-    let tolerance = if is_for_a_gpu() { 2e-6 } else { 3e-7 };
-    on_every_target(|target| {
-        for (tokens, heads) in [(1, 1), (7, 3), (513, 9), (1100, 2)] {
-            let problem = Problem::new(tokens, heads);
-            let [a, b, a_log, dt_bias, dg, dbeta] = &problem.f64s();
-            let [g, beta] = reference::forward([a, b], [a_log, dt_bias]);
-            let [da, db, da_log, ddt_bias] = reference::backward([a, b], [a_log, dt_bias], [dg, dbeta]);
-            let [da_log, ddt_bias] =
-                [da_log, ddt_bias].map(|sums| sums.iter().map(|sum| sum + 1.0).collect::<Vec<_>>());
-            let expected = [g, beta, da, db, da_log, ddt_bias];
-            for (index, (got, expected)) in problem.run().iter().zip(&expected).enumerate() {
-                assert_close(
-                    &format!("result {index} of {tokens}x{heads}, {target}"),
-                    got,
-                    expected,
-                    tolerance,
-                );
+    /// The same of the reference.
+    fn expected(&self, dtype: DType, limits: Option<[f64; 2]>) -> Vec<Vec<f64>> {
+        let [a, b, a_log, dt_bias, dg, dbeta] = &self.f64s(dtype);
+        let (parameters, upstream): ([&[f64]; 2], [&[f64]; 2]) = ([a_log, dt_bias], [dg, dbeta]);
+        let (gates, [da, da_log, ddt_bias], db) = match limits {
+            None => {
+                let [da, db, da_log, ddt_bias] = reference::backward([a, b], parameters, upstream);
+                (reference::forward([a, b], parameters), [da, da_log, ddt_bias], Some(db))
             }
-        }
-    });
+            Some(limits) => {
+                let steps = reference::time_steps(a, dt_bias, limits);
+                let decay = |(i, step): (usize, &f64)| -a_log[i % self.heads].exp() * step;
+                let gradients = reference::time_steps_backward(a, parameters, limits, upstream);
+                ([steps.iter().enumerate().map(decay).collect(), steps], gradients, None)
+            }
+        };
+        let added = |sums: Vec<f64>| sums.into_iter().map(|sum| sum + 1.0).collect();
+        gates.into_iter().chain([da, added(da_log), added(ddt_bias)]).chain(db).collect()
+    }
 }
 
 /// Of the time steps within these, few are clamped.
 const LIMITS: [f64; 2] = [0.1, 2.5];
 
 #[test]
-fn time_steps_match_the_reference_on_every_target_but_a_gpu_which_refuses_them() {
-    let tolerance = 3e-7;
+fn both_directions_match_the_reference_on_every_target() {
+    // The CPU computes in f64.
+    let tolerance = if is_for_a_gpu() { 2e-6 } else { 3e-7 };
     on_every_target(|target| {
-        for (tokens, heads) in [(1, 1), (7, 3), (513, 9)] {
+        for (tokens, heads) in [(1, 1), (7, 3), (513, 9), (1100, 2)] {
             let problem = Problem::new(tokens, heads);
-            let [a, _, a_log, dt_bias, dg, dbeta] = &problem.tensors();
-            let operands = Operands { a, rate: Rate::TimeStep { limits: LIMITS }, a_log, dt_bias };
-            let rows = || output(&[tokens, heads]);
-            let [g, beta, da] = [rows(), rows(), rows()];
-            let result = forward(&operands, &g, &beta);
-            if is_for_a_gpu() {
-                assert!(matches!(result, Err(OpError::CpuOnly { .. })), "{result:?}");
-                continue;
-            }
-            result.unwrap();
-            let zeros = || tensor(&vec![0.0; heads], &[heads]);
-            let (da_log, ddt_bias) = (zeros(), zeros());
-            let gradients = Gradients { da: &da, db: None, da_log: Some(&da_log), ddt_bias: Some(&ddt_bias) };
-            backward(&operands, [dg, dbeta], &gradients).unwrap();
-
-            let [a, _, a_log, dt_bias, dg, dbeta] = &problem.f64s();
-            let steps = reference::time_steps(a, dt_bias, LIMITS);
-            let decays = steps.iter().enumerate().map(|(i, step)| -a_log[i % heads].exp() * step).collect();
-            let [of_a, of_a_log, of_dt_bias] =
-                reference::time_steps_backward(a, [a_log, dt_bias], LIMITS, [dg, dbeta]);
-            let expected = [decays, steps, of_a, of_a_log, of_dt_bias];
-            for (index, (got, expected)) in [g, beta, da, da_log, ddt_bias].iter().zip(&expected).enumerate()
-            {
-                let what = format!("result {index} of {tokens}x{heads}, {target}");
-                assert_close(&what, &read(got), expected, tolerance);
+            for limits in [None, Some(LIMITS)] {
+                for (dtype, rounding) in
+                    [(DType::F32, 0.0), (DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))]
+                {
+                    let expected = problem.expected(dtype, limits);
+                    for (index, got) in problem.run(dtype, limits).iter().enumerate() {
+                        // da and db have the type of the elements.
+                        let tolerance = tolerance + if index == 2 || index == 5 { rounding } else { 0.0 };
+                        let what =
+                            format!("result {index} of {tokens}x{heads}, {limits:?}, {dtype:?}, {target}");
+                        assert_close(&what, got, &expected[index], tolerance);
+                    }
+                }
             }
         }
     });
@@ -111,7 +97,7 @@ fn time_steps_match_the_reference_on_every_target_but_a_gpu_which_refuses_them()
 
 #[test]
 fn the_reference_gradients_of_time_steps_are_the_derivatives() {
-    let [a, _, a_log, dt_bias, dg, dbeta] = &Problem::new(4, 3).f64s();
+    let [a, _, a_log, dt_bias, dg, dbeta] = &Problem::new(4, 3).f64s(DType::F32);
     let loss = |a: &[f64], a_log: &[f64], dt_bias: &[f64]| {
         let steps = reference::time_steps(a, dt_bias, LIMITS);
         let decays: Vec<_> = steps.iter().enumerate().map(|(i, step)| -a_log[i % 3].exp() * step).collect();
@@ -125,7 +111,7 @@ fn the_reference_gradients_of_time_steps_are_the_derivatives() {
 
 #[test]
 fn the_reference_gradients_are_the_derivatives_of_the_forward() {
-    let [a, b, a_log, dt_bias, dg, dbeta] = &Problem::new(4, 3).f64s();
+    let [a, b, a_log, dt_bias, dg, dbeta] = &Problem::new(4, 3).f64s(DType::F32);
     let [da, db, da_log, ddt_bias] = reference::backward([a, b], [a_log, dt_bias], [dg, dbeta]);
     let loss = |a: &[f64], b: &[f64], a_log: &[f64], dt_bias: &[f64]| {
         let [g, beta] = reference::forward([a, b], [a_log, dt_bias]);
@@ -140,7 +126,7 @@ fn the_reference_gradients_are_the_derivatives_of_the_forward() {
 #[test]
 fn the_bits_do_not_depend_on_the_number_of_threads() {
     let problem = Problem::new(3000, 5);
-    assert_same_for_any_thread_count(|| problem.run());
+    assert_same_for_any_thread_count(|| problem.run(DType::F32, None));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The backward pass on each device.
 
-use super::{Gradients, Operands, SUMS, Sizes, cpu, cuda, report_flops};
+use super::{Gradients, Operands, Sizes, cpu, cuda, report_flops};
 use crate::arg_check::ArgCheck;
 use crate::cast::with_element_type;
 use crate::device::Target;
@@ -65,11 +65,11 @@ pub fn backward(
             })
         }),
         Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, true),
-        Target::Kernels(_) if !sizes.is_delta => Err(OpError::CpuOnly { op: call.op, part: SUMS }),
         Target::Kernels(launcher) => {
             let scratch = sizes.cuda_scratch(workspace, true)?;
             let inputs = [states, dout, &scratch];
-            call.kernels(cuda::backward(&launcher, (dtype, &sizes), operands, inputs, gradients))?;
+            let gradients = Gradients { dskip, ..*gradients };
+            call.kernels(cuda::backward(&launcher, (dtype, &sizes), operands, inputs, &gradients))?;
             workspace.recycle(scratch);
             Ok(())
         }

@@ -1,6 +1,6 @@
 //! The forward pass on each device.
 
-use super::{Operands, SUMS, Sizes, cpu, cuda, report_flops};
+use super::{Operands, Sizes, cpu, cuda, report_flops};
 use crate::arg_check::ArgCheck;
 use crate::cast::with_element_type;
 use crate::device::Target;
@@ -50,7 +50,6 @@ pub fn forward<'a>(
             })?)
         }),
         Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, false),
-        Target::Kernels(_) if !sizes.is_delta => Err(OpError::CpuOnly { op: call.op, part: SUMS }),
         Target::Kernels(launcher) => {
             let (states, scratch) = (states.map(|(_, states)| states), sizes.cuda_scratch(workspace, false)?);
             call.kernels(cuda::forward(&launcher, (dtype, &sizes), operands, [o, &scratch], states))?;

@@ -49,9 +49,6 @@ use std::ops::Deref;
 /// Added to the squared norm of a query or key: that of transformers.
 const NORM_EPS: f64 = 1e-6;
 
-/// What GPUs do not have yet.
-const SUMS: &str = "linear attention without the delta rule (Mamba 2)";
-
 /// Inputs of both directions.
 #[derive(Debug, Clone, Copy)]
 pub struct Operands<'a> {
@@ -115,9 +112,13 @@ impl<'a> Operands<'a> {
     }
 
     fn skip(&self) -> Option<Argument<'a>> {
+        self.skip_tensor().map(|skip| ("skip", skip))
+    }
+
+    fn skip_tensor(&self) -> Option<&'a Tensor> {
         match self.rule {
             Rule::Delta => None,
-            Rule::Sum { skip } => Some(("skip", skip)),
+            Rule::Sum { skip } => Some(skip),
         }
     }
 
@@ -131,7 +132,7 @@ impl<'a> Operands<'a> {
 
     /// The skip connection of each value head, if there is one.
     fn read_skip(&self, call: ArgCheck) -> Result<Option<impl Deref<Target = [f32]> + use<'a>>, OpError> {
-        self.skip().map(|(_, skip)| call.read(skip)).transpose()
+        self.skip_tensor().map(|skip| call.read(skip)).transpose()
     }
 }
 
@@ -188,6 +189,11 @@ impl Sizes {
     ) -> Result<(), OpError> {
         let shape = operands.layout.states_shape(self.key_dim, self.value_dim);
         states.map_or(Ok(()), |states| call.expect(states, &shape))
+    }
+
+    /// A number of elements that only the delta rule has.
+    fn of_delta(&self, elems: usize) -> usize {
+        if self.is_delta { elems } else { 0 }
     }
 
     /// Calls `work` with the working memory of a call, from the workspace.

@@ -80,27 +80,25 @@ impl Case {
         vec![Self::new(cu_seqlens, &[0, 1, 1], 2, [8, 36])]
     }
 
-    /// Both rules on [`all`](Self::all) and [`long`](Self::long); for kernels, which may be emulated, fewer and smaller ones, with heads of several
-    /// tiles.
+    /// [`all`](Self::all) and [`long`](Self::long) by both rules; for kernels, which may be emulated, fewer and smaller ones, with heads
+    /// of several tiles.
     fn of_every_length() -> Vec<Self> {
-        Self::by_both_rules(Self::by_one_rule)
-    }
-
-    /// Cases of the delta rule and of sums; for kernels, which have the delta rule only, the former.
-    fn by_both_rules(cases: impl Fn() -> Vec<Self>) -> Vec<Self> {
-        let sums = if is_for_a_gpu() { Vec::new() } else { cases() };
-        cases().into_iter().chain(sums.into_iter().map(Self::of_sums)).collect()
-    }
-
-    fn by_one_rule() -> Vec<Self> {
-        match is_for_a_gpu() {
-            true => vec![
+        let by_both_rules =
+            |cases: fn() -> Vec<Self>| cases().into_iter().zip(cases()).flat_map(|(a, b)| [a, b.of_sums()]);
+        if !is_for_a_gpu() {
+            return by_both_rules(Self::all).chain(by_both_rules(Self::long)).collect();
+        }
+        let short = by_both_rules(|| {
+            vec![
                 Self::new(&[&[0, 1, 1, 3, 67], &[0, 67]], &[1, 0, 1], 3, [17, 7]),
                 Self::new(&[&[0, 70]], &[0], 1, [68, 70]),
-                Self::new(&[&[0, 2060], &[0, 3, 2060]], &[0], 1, [2, 2]),
-            ],
-            false => Self::all().into_iter().chain(Self::long()).collect(),
-        }
+            ]
+        });
+        let long = [
+            Self::new(&[&[0, 2060], &[0, 3, 2060]], &[0], 1, [2, 2]),
+            Self::new(&[&[0, 3, 1100]], &[0, 0], 1, [2, 2]).of_sums(),
+        ];
+        short.chain(long).collect()
     }
 
     fn name(&self) -> String {
@@ -163,17 +161,6 @@ impl Case {
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv, dg: &dg, dbeta: &dbeta, dskip: Some(&dskip) };
         backward(&operands, &states, dout, &gradients, &workspace).unwrap();
         ([&o, &dq, &dk, &dv, &dg, &dbeta, &dskip].map(read), workspace.free_bytes())
-    }
-
-    /// Asserts that a GPU names what it does not have.
-    #[cfg(feature = "cuda")]
-    fn assert_refused(&self) {
-        let Problem { ref layout, .. } = self.problem;
-        let [q, k, v, _, skip, g, beta] = &self.tensors(DType::F32);
-        let operands = Operands { q, k, v, g, beta, rule: self.rule(skip), layout };
-        let workspace = Workspace::with_options(TensorOptions { device: device(), dtype: DType::F32 });
-        let result = forward(&operands, &output(v.dims()), None, &workspace);
-        assert!(matches!(result, Err(OpError::CpuOnly { .. })), "{result:?}");
     }
 
     /// The same of the reference.
@@ -249,16 +236,10 @@ fn sums_agree_with_mamba_2_of_transformers() {
     }
 }
 
-#[cfg(feature = "cuda")]
-#[test]
-fn sums_are_refused_on_a_gpu() {
-    crate::testing::on_a_gpu(|| Case::new(&[&[0, 7]], &[0], 1, [2, 3]).of_sums().assert_refused());
-}
-
 #[test]
 fn elements_of_16_bits_are_rounded_once() {
     on_every_target_in_one_thread(|target| {
-        for case in Case::by_both_rules(|| Case::by_one_rule().into_iter().take(2).collect()) {
+        for case in Case::of_every_length().iter().take(3) {
             case.check(DType::BF16, target, 2f64.powi(-8));
             case.check(DType::F16, target, 2f64.powi(-11));
         }
@@ -305,9 +286,6 @@ fn assert_reference_gradients(case: &Case) {
 #[test]
 fn the_number_of_threads_does_not_change_a_bit() {
     for case in [&Case::all()[0], &Case::long()[0], &Case::long().remove(0).of_sums()] {
-        if is_for_a_gpu() && !case.problem.is_delta {
-            continue;
-        }
         assert_same_for_any_thread_count(|| case.run(DType::F32).0);
     }
 }
@@ -439,18 +417,10 @@ fn a_dry_run_takes_the_scratch_of_a_real_one() {
 }
 
 #[test]
-fn a_gpu_refuses_sums_by_name() {
-    let ([forward, backward], _) = run_dry(&Case::long().remove(0).of_sums(), DeviceKind::Cuda, 1);
-    for result in [forward, backward] {
-        let error = result.unwrap_err().to_string();
-        assert!(error.contains("Mamba 2") && error.contains("CPU only"), "{error}");
-    }
-}
-
-#[test]
 fn a_dry_run_takes_the_scratch_of_a_real_one_on_a_gpu() {
-    let case = &Case::all()[0];
-    let ([forward, backward], bytes) = run_dry(case, DeviceKind::Cuda, 1);
-    forward.and(backward).unwrap();
-    on_a_gpu(|| assert_eq!(case.run(DType::F32).1, bytes, "{}", case.name()));
+    for case in [Case::all().remove(3), Case::all().remove(3).of_sums()] {
+        let ([forward, backward], bytes) = run_dry(&case, DeviceKind::Cuda, 1);
+        forward.and(backward).unwrap();
+        on_a_gpu(|| assert_eq!(case.run(DType::F32).1, bytes, "{}", case.name()));
+    }
 }

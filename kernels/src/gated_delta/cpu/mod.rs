@@ -69,11 +69,6 @@ impl Sizes {
         Heads::new(elements, self.seq_len, self.value_heads, self.value_dim)
     }
 
-    /// A number of elements that only the delta rule has.
-    fn of_delta(&self, elems: usize) -> usize {
-        if self.is_delta { elems } else { 0 }
-    }
-
     fn values_mut<'a, T>(&self, elements: &'a mut [T]) -> HeadsMut<'a, T> {
         HeadsMut::new(elements, self.seq_len, self.value_heads, self.value_dim)
     }

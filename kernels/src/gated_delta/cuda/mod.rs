@@ -26,6 +26,8 @@ struct KernelSizes {
     value_heads: u32,
     key_dim: u32,
     value_dim: u32,
+    key_row: u32,
+    value_row: u32,
     slots: u32,
     saved: u32,
 }
@@ -48,12 +50,29 @@ impl Memory {
         let (rows, states) = (sizes.segment_tokens(), (1 + sizes.slots()) * key_dim * value_dim);
         let in_backward = usize::from(is_backward);
         Self {
-            keys: batch * key_heads * rows * (2 * key_dim + 2 + 2 * CHUNK),
-            values: batch * value_heads * (rows * (2 + CHUNK + 2 * value_dim) + states),
+            keys: batch * key_heads * rows * key_row(sizes),
+            values: batch * value_heads * (rows * value_row(sizes) + states),
             key_gradients: in_backward * batch * key_heads * 3 * rows * key_dim,
             gradients: in_backward * batch * value_heads * (2 * rows * value_dim + states),
         }
     }
+}
+
+/// Elements of `KeyRows` of the kernels, per token.
+fn key_row(sizes: &Sizes) -> usize {
+    2 * sizes.key_dim + CHUNK + sizes.of_delta(2 + CHUNK)
+}
+
+/// Elements of `ValueRows`, per token.
+fn value_row(sizes: &Sizes) -> usize {
+    2 + 2 * sizes.value_dim + sizes.of_delta(CHUNK)
+}
+
+/// A kernel that exists for each rule.
+macro_rules! of_rule {
+    ($sizes:expr, $name:literal) => {
+        if $sizes.is_delta { concat!($name, "_delta") } else { concat!($name, "_sum") }
+    };
 }
 
 /// Number of f32 elements of the working memory of a call.
@@ -70,21 +89,22 @@ pub(super) fn forward(
     [o, scratch]: [&Tensor; 2],
     states: Option<&Tensor>,
 ) -> Result<(), DeviceError> {
-    let output = Kernel::of_dtype(&GATED_DELTA_FORWARD, "gated_delta_output", dtype)?;
-    let again = Again::new(dtype)?;
+    let output = Kernel::of_dtype(&GATED_DELTA_FORWARD, of_rule!(sizes, "gated_delta_output"), dtype)?;
+    let again = Again::new(sizes, dtype)?;
     let layout = operands.layout;
     let table = layout.table(o.device())?;
     let outputs: Vec<_> = [o, scratch].into_iter().chain(states).collect();
     let Operands { q, k, v, g, beta, .. } = *operands;
-    let inputs = [q, k, v, g, beta, &table];
+    let inputs: Vec<_> = [q, k, v, g, beta, &table].into_iter().chain(operands.skip_tensor()).collect();
     launcher.open_slices(&outputs, &inputs, |addresses| {
         let (outputs, inputs) = addresses.split_at(outputs.len());
         let [q, k, v, g, beta, table] = std::array::from_fn(|i| inputs[i]);
+        let skip = inputs.get(6).copied().unwrap_or(Address::null(dtype));
         let run = Run::new(launcher, sizes, outputs[1], table, false);
         let saved = outputs.get(2).copied().unwrap_or(Address::null_output(DType::F32));
         for step in &layout.plan().steps {
             again.launch(&run, step, [q, k, v, g, beta], [saved, Address::null(DType::F32)])?;
-            let tensors = [outputs[0], run.values, run.keys, run.table, run.chunks(step)];
+            let tensors = [outputs[0], run.values, run.keys, skip, run.table, run.chunks(step)];
             // SAFETY: the tensors of the kernel. The plan's tokens, heads and slots are within the tensors.
             unsafe { run.launch(&output, run.of_chunks(step, sizes.value_heads), &tensors)? };
         }
@@ -98,19 +118,24 @@ pub(super) fn backward(
     (dtype, sizes): (DType, &Sizes),
     operands: &Operands<'_>,
     [states, dout, scratch]: [&Tensor; 3],
-    &Gradients { dq, dk, dv, dg, dbeta, .. }: &Gradients<'_>,
+    &Gradients { dq, dk, dv, dg, dbeta, dskip }: &Gradients<'_>,
 ) -> Result<(), DeviceError> {
     let of_dtype = |name| Kernel::of_dtype(&GATED_DELTA_BACKWARD, name, dtype);
-    let (output, chunks) = (of_dtype("gated_delta_output_backward")?, of_dtype("gated_delta_backward")?);
-    let scan = Kernel::new(&GATED_DELTA_BACKWARD, "gated_delta_scan_backward");
-    let again = Again::new(dtype)?;
+    let output = of_dtype("gated_delta_output_backward")?;
+    let chunks = of_dtype(of_rule!(sizes, "gated_delta_backward"))?;
+    let scan = Kernel::new(&GATED_DELTA_BACKWARD, of_rule!(sizes, "gated_delta_scan_backward"));
+    let again = Again::new(sizes, dtype)?;
     let layout = operands.layout;
     let table = layout.table(dq.device())?;
     let Operands { q, k, v, g, beta, .. } = *operands;
-    let inputs = [q, k, v, g, beta, &table, states, dout];
-    launcher.open_slices(&[dq, dk, dv, dg, dbeta, scratch], &inputs, |addresses| {
-        let [dq, dk, dv, dg, dbeta, scratch] = std::array::from_fn(|i| addresses[i]);
-        let [q, k, v, g, beta, table, states, dout] = std::array::from_fn(|i| addresses[6 + i]);
+    let outputs: Vec<_> = [dq, dk, dv, dg, dbeta, scratch].into_iter().chain(dskip).collect();
+    let inputs = [q, k, v, g, beta, &table, states, dout].into_iter().chain(operands.skip_tensor());
+    launcher.open_slices(&outputs, &inputs.collect::<Vec<_>>(), |addresses| {
+        let (outputs, inputs) = addresses.split_at(outputs.len());
+        let [dq, dk, dv, dg, dbeta, scratch] = std::array::from_fn(|i| outputs[i]);
+        let [q, k, v, g, beta, table, states, dout] = std::array::from_fn(|i| inputs[i]);
+        let dskip = outputs.get(6).copied().unwrap_or(Address::null_output(DType::F32));
+        let skip = inputs.get(8).copied().unwrap_or(Address::null(dtype));
         let run = Run::new(launcher, sizes, scratch, table, true);
         let Run { keys, values, key_gradients, gradients, table, .. } = run;
         for step in layout.plan().steps.iter().rev() {
@@ -123,8 +148,8 @@ pub(super) fn backward(
                 run.launch(&output, of_values, &[gradients, values, keys, dout, table, at])?;
                 let tensors = [gradients, values, keys, table, at, run.segments(step)];
                 run.launch(&scan, run.of_columns(), &tensors)?;
-                let outputs = [dq, dk, dv, dg, dbeta, key_gradients];
-                let tensors = [&outputs[..], &[keys, values, gradients, table, at]].concat();
+                let outputs = [dq, dk, dv, dg, dbeta, dskip, key_gradients];
+                let tensors = [&outputs[..], &[keys, values, gradients, skip, table, at]].concat();
                 run.launch(&chunks, of_keys, &tensors)?;
             }
         }
@@ -140,12 +165,12 @@ struct Again {
 }
 
 impl Again {
-    fn new(dtype: DType) -> Result<Self, DeviceError> {
+    fn new(sizes: &Sizes, dtype: DType) -> Result<Self, DeviceError> {
         let of_dtype = |name| Kernel::of_dtype(&GATED_DELTA_FORWARD, name, dtype);
         Ok(Self {
-            keys: of_dtype("gated_delta_prepare_keys")?,
-            values: Kernel::new(&GATED_DELTA_FORWARD, "gated_delta_prepare_values"),
-            scan: of_dtype("gated_delta_scan")?,
+            keys: of_dtype(of_rule!(sizes, "gated_delta_prepare_keys"))?,
+            values: Kernel::new(&GATED_DELTA_FORWARD, of_rule!(sizes, "gated_delta_prepare_values")),
+            scan: of_dtype(of_rule!(sizes, "gated_delta_scan"))?,
         })
     }
 
@@ -205,6 +230,8 @@ impl<'a> Run<'a> {
             value_heads: word(sizes.value_heads),
             key_dim: word(sizes.key_dim),
             value_dim: word(sizes.value_dim),
+            key_row: word(key_row(sizes)),
+            value_row: word(value_row(sizes)),
             slots: word(sizes.slots()),
             saved: word(super::layout::saved_states(sizes.seq_len)),
         };
