@@ -25,7 +25,7 @@ HEADERS = (
     "attention_fused_wgmma.cuh",
     "attention_fused_backward.cuh",
     "attention_softmax.cuh",
-    "gated_delta.cuh",
+    "linear_attention.cuh",
 )
 
 

@@ -12,9 +12,9 @@
 //! | [`optimizer::lamb`] | one step of LAMB in two calls, with norms per parameter tensor in between | – |
 //! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
 //! | [`attention_sink`] | attention with a learned logit per head, from attention without | the logits |
-//! | [`gated_delta`] | linear attention by the gated delta rule or by sums (Mamba 2), in chunks | queries, keys, values, decays, rates |
+//! | [`linear_attention`] | linear attention by the gated delta rule or by sums (Mamba 2), in chunks | queries, keys, values, decays, rates |
 //! | [`causal_conv`] | depthwise convolution along the tokens of a document, SiLU | input, weight, bias |
-//! | [`delta_gates`] | decay and rate of linear attention | both projections and both parameters |
+//! | [`decay_gates`] | decay and rate of linear attention | both projections and both parameters |
 //! | [`cast`] | conversion between f32, bf16 and f16 | – |
 //! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | the copy in the other direction |
 //! | [`rank_reduce`] | sums, averages, products, maxima and minima over ranks, in rank order | – |
@@ -50,7 +50,7 @@ pub mod attention;
 pub mod attention_sink;
 pub mod cast;
 pub mod causal_conv;
-pub mod delta_gates;
+pub mod decay_gates;
 pub mod device;
 mod device_table;
 mod documents;
@@ -58,11 +58,11 @@ mod element;
 pub mod elementwise;
 pub mod embedding;
 mod error;
-pub mod gated_delta;
 pub mod gemm;
 pub mod glu;
 pub mod host_table;
 pub mod linear;
+pub mod linear_attention;
 pub mod lm_head_loss;
 mod matrix;
 pub mod memory;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use ulysses_kernels::attention::{Attention, AttentionLayout, Logits, grouped_heads};
 use ulysses_kernels::device::dry::Tiles;
 use ulysses_kernels::device::dry::{self, Allocation};
-use ulysses_kernels::gated_delta::DeltaLayout;
+use ulysses_kernels::linear_attention::LinearAttentionLayout;
 use ulysses_kernels::rope::{self, Rope};
 use ulysses_kernels::{Documents, Workspace};
 
@@ -47,7 +47,7 @@ pub struct TokenLayout {
     layout: AttentionLayout,
     documents: Documents,
     head_layouts: Mutex<HashMap<HeadKey, AttentionLayout>>,
-    delta_layouts: Mutex<Vec<DeltaLayout>>,
+    linear_attention_layouts: Mutex<Vec<LinearAttentionLayout>>,
     rope_tables: Mutex<Vec<(usize, Rope, Arc<rope::Table>)>>,
     /// Memory of the position ids in a dry run.
     _dry: Option<Allocation>,
@@ -71,9 +71,18 @@ impl TokenLayout {
         let layout = AttentionLayout::of_ranges(shard, shard, cu_seqlens.clone(), Vec::new(), None)?;
         let documents = Documents::new(cu_seqlens)?;
         let _dry = Allocation::on_host(layout.batch() * layout.num_queries() * size_of::<u32>());
-        let (head_layouts, delta_layouts, rope_tables) = Default::default();
+        let (head_layouts, linear_attention_layouts, rope_tables) = Default::default();
         let shard = shard.to_vec();
-        Ok(Self { shard, position_ids, layout, documents, head_layouts, delta_layouts, rope_tables, _dry })
+        Ok(Self {
+            shard,
+            position_ids,
+            layout,
+            documents,
+            head_layouts,
+            linear_attention_layouts,
+            rope_tables,
+            _dry,
+        })
     }
 
     /// Returns whether this layout equals the one that [`new`](Self::new) would create.
@@ -160,11 +169,11 @@ impl LayerContext {
     }
 
     /// The layout of linear attention over the whole sequences. `v_to_k`: the key head of each of this rank's value heads.
-    pub fn delta_layout(&self, v_to_k: &[usize]) -> DeltaLayout {
-        let mut layouts = self.attended.delta_layouts.lock();
+    pub fn linear_attention_layout(&self, v_to_k: &[usize]) -> LinearAttentionLayout {
+        let mut layouts = self.attended.linear_attention_layouts.lock();
         let known = layouts.iter().find(|layout| **layout.v_to_k() == *v_to_k).cloned();
         known.unwrap_or_else(|| {
-            let layout = DeltaLayout::new(self.documents().clone(), v_to_k);
+            let layout = LinearAttentionLayout::new(self.documents().clone(), v_to_k);
             layouts.push(layout.clone());
             layout
         })

@@ -123,7 +123,8 @@ fn a_token_layout_is_of_its_shard_positions_and_documents_and_of_no_others() {
 #[test]
 fn layers_with_the_same_heads_share_the_layout_of_linear_attention() {
     let ctx = context(1, 3);
-    let [first, again, other] = [&[0, 0][..], &[0, 0], &[0, 1]].map(|v_to_k| ctx.delta_layout(v_to_k));
+    let [first, again, other] =
+        [&[0, 0][..], &[0, 0], &[0, 1]].map(|v_to_k| ctx.linear_attention_layout(v_to_k));
     assert!(Arc::ptr_eq(first.v_to_k(), again.v_to_k()));
     assert_eq!(**other.v_to_k(), [0, 1]);
 }

@@ -8,7 +8,9 @@ use anyhow::{Result, anyhow};
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use std::rc::Rc;
-use ulysses::kernels::gated_delta::{DeltaLayout, Gradients, Operands, Rule, backward, forward};
+use ulysses::kernels::linear_attention::{
+    Gradients, LinearAttentionLayout, Operands, Rule, backward, forward,
+};
 use ulysses::kernels::{Documents, OpError, Workspace};
 use ulysses::tensor::TensorOptions;
 
@@ -52,7 +54,7 @@ impl Benchmark for LinearAttention {
         }
         let documents = Documents::new(vec![vec![0, self.seq_len]]).or_usage()?;
         let v_to_k: Vec<usize> = (0..values).map(|head| head / (values / keys)).collect();
-        let layout = DeltaLayout::new(documents, v_to_k);
+        let layout = LinearAttentionLayout::new(documents, v_to_k);
         let figures = ranks.run(repeats, |bench| {
             let cases = |dtype| {
                 let options = TensorOptions { device: bench.device.clone(), dtype };
@@ -78,7 +80,7 @@ impl Benchmark for LinearAttention {
 
 /// Both passes on random tensors.
 struct Passes {
-    layout: DeltaLayout,
+    layout: LinearAttentionLayout,
     workspace: Workspace,
     /// q, k, v, g and beta.
     inputs: [Tensor; 5],
@@ -92,7 +94,12 @@ struct Passes {
 }
 
 impl Passes {
-    fn new(layout: &DeltaLayout, keys: usize, head_dim: usize, options: &TensorOptions) -> Result<Self> {
+    fn new(
+        layout: &LinearAttentionLayout,
+        keys: usize,
+        head_dim: usize,
+        options: &TensorOptions,
+    ) -> Result<Self> {
         let TensorOptions { device, dtype } = options;
         let (seq_len, values) = (layout.documents().seq_len(), layout.v_to_k().len());
         let random = |shape: &[usize], dtype: DType| {

@@ -6,25 +6,25 @@ use super::{LinearAttention, LinearAttentionKind};
 use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError, Parameter, add_bias_gradient};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::delta_gates::{self, Rate};
-use ulysses_kernels::gated_delta::{self, DeltaLayout, Rule};
+use ulysses_kernels::decay_gates::{self, Rate};
+use ulysses_kernels::linear_attention::{self, LinearAttentionLayout, Rule};
 
 /// The operands of the recurrence.
-struct DeltaOperands {
+struct RecurrenceOperands {
     /// Queries, keys and values after the convolution.
     qkv: [Tensor; 3],
     /// Decay and rate, in f32.
     gates: [Tensor; 2],
     /// The heads' skip connections, of Mamba 2.
     skip: Option<Tensor>,
-    layout: DeltaLayout,
+    layout: LinearAttentionLayout,
 }
 
-impl DeltaOperands {
-    fn borrow(&self) -> gated_delta::Operands<'_> {
+impl RecurrenceOperands {
+    fn borrow(&self) -> linear_attention::Operands<'_> {
         let ([q, k, v], [g, beta]) = (&self.qkv, &self.gates);
         let rule = self.skip.as_ref().map_or(Rule::Delta, |skip| Rule::Sum { skip });
-        gated_delta::Operands { q, k, v, g, beta, rule, layout: &self.layout }
+        linear_attention::Operands { q, k, v, g, beta, rule, layout: &self.layout }
     }
 
     fn recycle(self, pass: &ForwardPass<'_>) {
@@ -49,12 +49,12 @@ impl LinearAttention {
         let out = ws.alloc(values.dims())?;
         let mut states = None;
         if !share.values.is_empty() {
-            let operands = self.delta_operands(&mixed, &share, pass)?;
+            let operands = self.recurrence_operands(&mixed, &share, pass)?;
             if keep {
                 let shape = operands.layout.states_shape(self.shape.key_head_dim, self.shape.value_head_dim);
                 states = Some(ws.alloc_f32(shape.to_vec())?);
             }
-            gated_delta::forward(&operands.borrow(), &out, states.as_ref(), ws)?;
+            linear_attention::forward(&operands.borrow(), &out, states.as_ref(), ws)?;
             operands.recycle(pass);
         }
         let saved = HeadsSaved { mixed, states };
@@ -79,7 +79,7 @@ impl LinearAttention {
         let share = self.share(forward);
         let HeadsSaved { mixed, states } = saved;
         let Some(states) = states else { return Ok(mixed) };
-        let operands = self.delta_operands(&mixed, &share, forward)?;
+        let operands = self.recurrence_operands(&mixed, &share, forward)?;
         let like = |tensor: &Tensor| ws.alloc(tensor.dims());
         let [q, k, v] = &operands.qkv;
         let dqkv = [like(q)?, like(k)?, like(v)?];
@@ -87,8 +87,8 @@ impl LinearAttention {
         let dgates = [gate()?, gate()?];
         let ([dq, dk, dv], [dg, dbeta]) = (&dqkv, &dgates);
         let dskip = operands.skip.as_ref().map(|_| gate()).transpose()?;
-        let gradients = gated_delta::Gradients { dq, dk, dv, dg, dbeta, dskip: dskip.as_ref() };
-        gated_delta::backward(&operands.borrow(), &states, dout, &gradients, ws)?;
+        let gradients = linear_attention::Gradients { dq, dk, dv, dg, dbeta, dskip: dskip.as_ref() };
+        linear_attention::backward(&operands.borrow(), &states, dout, &gradients, ws)?;
         operands.recycle(forward);
         forward.recycle([states]);
         if let (Some(dskip), Some(skip)) = (&dskip, self.skip) {
@@ -126,19 +126,19 @@ impl LinearAttention {
         let [a_log, dt_bias] = self.gate_parameters(share, &pass.forward)?;
         let [b, db] = [b, db].map(|b| b.as_ref().map(rows).transpose());
         let (b, db) = (b?, db?);
-        let operands = delta_gates::Operands {
+        let operands = decay_gates::Operands {
             a: &rows(a)?,
             rate: self.rate(b.as_ref()),
             a_log: &a_log,
             dt_bias: &dt_bias,
         };
-        let gradients = delta_gates::Gradients {
+        let gradients = decay_gates::Gradients {
             da: &rows(da)?,
             db: db.as_ref(),
             da_log: da_log.as_ref(),
             ddt_bias: ddt_bias.as_ref(),
         };
-        Ok(delta_gates::backward(&operands, [dg, dbeta], &gradients)?)
+        Ok(decay_gates::backward(&operands, [dg, dbeta], &gradients)?)
     }
 
     /// The rate of updates: the projection `b`, or the time step of Mamba 2.
@@ -155,12 +155,12 @@ impl LinearAttention {
         pass.ctx.head_exchange().share(self.shape.heads())
     }
 
-    fn delta_operands(
+    fn recurrence_operands(
         &self,
         Mixed { qkv: [q, k, v], b, a }: &Mixed<Tensor>,
         share: &HeadShare,
         pass: &ForwardPass<'_>,
-    ) -> Result<DeltaOperands, LayerError> {
+    ) -> Result<RecurrenceOperands, LayerError> {
         let ws = pass.workspace();
         let channels = self.channels(share);
         let conv = |x: &Tensor, part: usize| self.conv.forward(x, &channels[part], pass);
@@ -169,16 +169,16 @@ impl LinearAttention {
         let gates = [ws.alloc_f32((batch, seq_len, heads))?, ws.alloc_f32((batch, seq_len, heads))?];
         let [a_log, dt_bias] = self.gate_parameters(share, pass)?;
         let b = b.as_ref().map(rows).transpose()?;
-        let operands = delta_gates::Operands {
+        let operands = decay_gates::Operands {
             a: &rows(a)?,
             rate: self.rate(b.as_ref()),
             a_log: &a_log,
             dt_bias: &dt_bias,
         };
-        delta_gates::forward(&operands, &gates[0], &gates[1])?;
-        let layout = pass.ctx.delta_layout(&share.v_to_k(self.shape.heads()));
+        decay_gates::forward(&operands, &gates[0], &gates[1])?;
+        let layout = pass.ctx.linear_attention_layout(&share.v_to_k(self.shape.heads()));
         let skip = self.skip.map(|skip| of_heads(&pass[skip], share)).transpose()?;
-        Ok(DeltaOperands { qkv, gates, skip, layout })
+        Ok(RecurrenceOperands { qkv, gates, skip, layout })
     }
 
     /// The parts of `A_log` and `dt_bias`.

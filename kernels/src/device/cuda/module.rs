@@ -220,7 +220,7 @@ fn whole_text(source: &Source) -> String {
         ("attention_fused_wgmma", include_str!("../../../cuda/attention_fused_wgmma.cuh")),
         ("attention_fused_backward", include_str!("../../../cuda/attention_fused_backward.cuh")),
         ("attention_softmax", include_str!("../../../cuda/attention_softmax.cuh")),
-        ("gated_delta", include_str!("../../../cuda/gated_delta.cuh")),
+        ("linear_attention", include_str!("../../../cuda/linear_attention.cuh")),
     ];
     headers.iter().fold(source.text.to_owned(), |text, (name, header)| {
         text.replace(&format!("#include \"{name}.cuh\""), header)

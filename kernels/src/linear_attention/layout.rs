@@ -11,14 +11,14 @@ use std::sync::{Arc, OnceLock};
 ///
 /// Cloning copies pointers only.
 #[derive(Debug, Clone)]
-pub struct DeltaLayout {
+pub struct LinearAttentionLayout {
     documents: Documents,
     v_to_k: Arc<[usize]>,
     plan: Arc<OnceLock<Plan>>,
     table: DeviceTable,
 }
 
-impl DeltaLayout {
+impl LinearAttentionLayout {
     /// Creates the layout. `v_to_k` has the local key head of each local value head, in any order and group size.
     pub fn new(documents: Documents, v_to_k: impl Into<Arc<[usize]>>) -> Self {
         Self { documents, v_to_k: v_to_k.into(), plan: Arc::default(), table: DeviceTable::default() }

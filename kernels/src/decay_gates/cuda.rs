@@ -1,7 +1,7 @@
-//! The launches of `cuda/delta_gates.cu`.
+//! The launches of `cuda/decay_gates.cu`.
 
 use super::{Gradients, Operands};
-use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher, sources::DELTA_GATES};
+use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher, sources::DECAY_GATES};
 use crate::elementwise::add_blocks;
 use candle_core::{DType, Tensor};
 
@@ -17,7 +17,7 @@ pub(super) fn forward(
     operands: &Operands<'_>,
     outputs: [&Tensor; 2],
 ) -> Result<(), DeviceError> {
-    let kernel = Kernel::of_dtype(&DELTA_GATES, "delta_gates_forward", dtype)?;
+    let kernel = Kernel::of_dtype(&DECAY_GATES, "decay_gates_forward", dtype)?;
     let (Operands { a, a_log, dt_bias, .. }, limits) =
         (*operands, operands.limits().map(|limit| limit as f32));
     let inputs: Vec<_> = [a, a_log, dt_bias].into_iter().chain(operands.b()).collect();
@@ -43,7 +43,7 @@ pub(super) fn backward(
     if tokens * heads == 0 {
         return Ok(());
     }
-    let kernel = Kernel::of_dtype(&DELTA_GATES, "delta_gates_backward", dtype)?;
+    let kernel = Kernel::of_dtype(&DECAY_GATES, "decay_gates_backward", dtype)?;
     let blocks = tokens.div_ceil(TOKENS);
     let partial = crate::tensor::empty((blocks, 2, heads), DType::F32, da.device())?;
     let (Operands { a, a_log, dt_bias, .. }, limits) =

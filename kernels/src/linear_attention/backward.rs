@@ -21,7 +21,7 @@ pub fn backward(
     gradients: &Gradients<'_>,
     workspace: &Workspace,
 ) -> Result<(), OpError> {
-    let call = ArgCheck::new("gated_delta::backward");
+    let call = ArgCheck::new("linear_attention::backward");
     let Gradients { dq, dk, dv, dg, dbeta, dskip } = *gradients;
     let sizes = Sizes::check(call, operands)?;
     sizes.check_states(call, operands, Some(("states", states)))?;

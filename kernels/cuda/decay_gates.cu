@@ -1,10 +1,10 @@
-// Decay and rate of linear attention, forward and backward (`src/delta_gates`).
+// Decay and rate of linear attention, forward and backward (`src/decay_gates`).
 
 #include "common.cuh"
 
 namespace {
 
-// `TOKENS` of `src/delta_gates/cuda.rs`: those that a block sums for the gradients of the heads' parameters.
+// `TOKENS` of `src/decay_gates/cuda.rs`: those that a block sums for the gradients of the heads' parameters.
 constexpr u32 kTokens = 512;
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
@@ -31,8 +31,8 @@ __device__ __forceinline__ void forward(float *g, float *beta, const T *a, const
     beta[i] = b != nullptr ? sigmoid(widen(b[i])) : step;
 }
 
-// da, and db if it is asked for; and partial[block, 2, heads], the sums of a_log and of dt_bias over the block's tokens. A warp has one head,
-// its lanes the tokens. As PyTorch's clamp: no gradient outside the limits.
+// da, and db if it is asked for; and partial[block, 2, heads], the sums of a_log and of dt_bias over the block's tokens. A warp has
+// one head, its lanes the tokens. As PyTorch's clamp: no gradient outside the limits.
 template <typename T>
 __device__ __forceinline__ void backward(T *da, T *db, float *partial, const T *a, const T *b, const T *a_log,
                                          const T *dt_bias, const float *dg, const float *dbeta, const Limits &limits,
@@ -64,16 +64,16 @@ __device__ __forceinline__ void backward(T *da, T *db, float *partial, const T *
 
 }  // namespace
 
-#define INSTANTIATE(T, suffix)                                                                                  \
-    KERNEL(delta_gates_forward_##suffix, float *__restrict__ g, float *__restrict__ beta,                       \
-           const T *__restrict__ a, const T *__restrict__ b, const T *__restrict__ a_log,                       \
-           const T *__restrict__ dt_bias, BY_VALUE(Limits) limits, u64 size, u32 heads) {                       \
-        forward(g, beta, a, b, a_log, dt_bias, limits, size, heads);                                            \
-    }                                                                                                           \
-    KERNEL(delta_gates_backward_##suffix, T *__restrict__ da, T *__restrict__ db, float *__restrict__ partial,  \
-           const T *__restrict__ a, const T *__restrict__ b, const T *__restrict__ a_log,                       \
-           const T *__restrict__ dt_bias, const float *__restrict__ dg, const float *__restrict__ dbeta,        \
-           BY_VALUE(Limits) limits, u64 tokens, u32 heads) {                                                    \
-        backward(da, db, partial, a, b, a_log, dt_bias, dg, dbeta, limits, tokens, heads);                      \
+#define INSTANTIATE(T, suffix)                                                                                 \
+    KERNEL(decay_gates_forward_##suffix, float *__restrict__ g, float *__restrict__ beta,                      \
+           const T *__restrict__ a, const T *__restrict__ b, const T *__restrict__ a_log,                      \
+           const T *__restrict__ dt_bias, BY_VALUE(Limits) limits, u64 size, u32 heads) {                      \
+        forward(g, beta, a, b, a_log, dt_bias, limits, size, heads);                                           \
+    }                                                                                                          \
+    KERNEL(decay_gates_backward_##suffix, T *__restrict__ da, T *__restrict__ db, float *__restrict__ partial, \
+           const T *__restrict__ a, const T *__restrict__ b, const T *__restrict__ a_log,                      \
+           const T *__restrict__ dt_bias, const float *__restrict__ dg, const float *__restrict__ dbeta,       \
+           BY_VALUE(Limits) limits, u64 tokens, u32 heads) {                                                   \
+        backward(da, db, partial, a, b, a_log, dt_bias, dg, dbeta, limits, tokens, heads);                     \
     }
 FOR_EACH_FLOAT(INSTANTIATE)

@@ -24,7 +24,7 @@ mod output;
 mod scan;
 
 use super::segments::{Segment, all_segments};
-use super::{DeltaLayout, Sizes};
+use super::{LinearAttentionLayout, Sizes};
 use crate::cast::Float;
 use crate::device::dry::DryCpu;
 use crate::matrix::{Heads, HeadsMut};
@@ -34,7 +34,7 @@ use buffers::{HeadBuffers, blocks, units, units_together};
 /// Inputs of both directions, checked by the caller.
 pub(super) struct Problem<'a, T> {
     pub(super) sizes: Sizes,
-    pub(super) layout: &'a DeltaLayout,
+    pub(super) layout: &'a LinearAttentionLayout,
     pub(super) q: Heads<'a, T>,
     pub(super) k: Heads<'a, T>,
     pub(super) v: Heads<'a, T>,
@@ -47,7 +47,7 @@ pub(super) struct Problem<'a, T> {
 impl<'a, T: Float> Problem<'a, T> {
     pub(super) fn new(
         sizes: Sizes,
-        layout: &'a DeltaLayout,
+        layout: &'a LinearAttentionLayout,
         [q, k, v]: [&'a [T]; 3],
         [g, beta]: [&'a [f32]; 2],
         skip: Option<&'a [f32]>,
@@ -74,7 +74,7 @@ impl Sizes {
     }
 
     /// Elements that the forward pass saves of one value head and column.
-    fn saved_elems_per_column(&self, layout: &DeltaLayout) -> usize {
+    fn saved_elems_per_column(&self, layout: &LinearAttentionLayout) -> usize {
         let [_, _, states, key_dim, _] = layout.states_shape(self.key_dim, self.value_dim);
         states * key_dim
     }
@@ -162,7 +162,12 @@ pub(super) fn backward<T: Float>(
 }
 
 /// Number of f32 elements of the working memory of a call on so many threads.
-pub(super) fn scratch_elems(sizes: &Sizes, layout: &DeltaLayout, threads: usize, is_backward: bool) -> usize {
+pub(super) fn scratch_elems(
+    sizes: &Sizes,
+    layout: &LinearAttentionLayout,
+    threads: usize,
+    is_backward: bool,
+) -> usize {
     buffers::scratch_elems(sizes, layout.v_to_k(), units_together(sizes, threads), is_backward)
 }
 
@@ -182,5 +187,5 @@ pub(super) fn alloc_thread_scratch(cpu: DryCpu, sizes: &Sizes, is_backward: bool
         false => scratch::total(output::scratch_lengths(sizes)),
         true => scratch::total(gradients::scratch_lengths(sizes)),
     };
-    cpu.alloc_persistent("gated delta", cpu.threads * chunk.max(last) * size_of::<f32>());
+    cpu.alloc_persistent("linear attention", cpu.threads * chunk.max(last) * size_of::<f32>());
 }

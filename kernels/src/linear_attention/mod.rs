@@ -37,7 +37,7 @@ mod tests;
 
 pub use backward::backward;
 pub use forward::forward;
-pub use layout::DeltaLayout;
+pub use layout::LinearAttentionLayout;
 
 use super::OpError;
 use super::Workspace;
@@ -65,7 +65,7 @@ pub struct Operands<'a> {
     /// How a token changes the state.
     pub rule: Rule<'a>,
     /// The documents, and the key head of each value head.
-    pub layout: &'a DeltaLayout,
+    pub layout: &'a LinearAttentionLayout,
 }
 
 /// How a token changes the state.
@@ -98,7 +98,7 @@ pub struct Gradients<'a> {
 }
 
 /// Reports the FLOPs of a dry run. A backward pass counts twice the forward pass; what it computes again does not count.
-fn report_flops(layout: &DeltaLayout, sizes: &Sizes, is_backward: bool) {
+fn report_flops(layout: &LinearAttentionLayout, sizes: &Sizes, is_backward: bool) {
     if dry::is_dry() {
         let passes = if is_backward { 2.0 } else { 1.0 };
         let flops = passes * layout.flops([sizes.key_dim, sizes.value_dim], sizes.is_delta);
@@ -200,7 +200,7 @@ impl Sizes {
     fn with_scratch(
         &self,
         call: ArgCheck,
-        layout: &DeltaLayout,
+        layout: &LinearAttentionLayout,
         workspace: &Workspace,
         is_backward: bool,
         work: impl FnOnce(&mut [f32]) -> Result<(), OpError>,
@@ -222,7 +222,7 @@ impl Sizes {
     fn alloc_scratch(
         &self,
         cpu: DryCpu,
-        layout: &DeltaLayout,
+        layout: &LinearAttentionLayout,
         workspace: &Workspace,
         is_backward: bool,
     ) -> Result<(), OpError> {

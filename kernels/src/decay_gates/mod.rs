@@ -61,7 +61,7 @@ pub struct Gradients<'a> {
 /// Shapes, dtypes, devices or layouts that do not match, an output that shares storage with another argument, or a device
 /// without kernels in this build.
 pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(), OpError> {
-    let call = ArgCheck::new("delta_gates::forward");
+    let call = ArgCheck::new("decay_gates::forward");
     let dims = operands.check(call)?;
     let outputs = [("g", g), ("beta", beta)];
     outputs.into_iter().try_for_each(|output| call.expect(output, &dims))?;
@@ -94,7 +94,7 @@ pub fn backward(
     [dg, dbeta]: [&Tensor; 2],
     gradients: &Gradients<'_>,
 ) -> Result<(), OpError> {
-    let call = ArgCheck::new("delta_gates::backward");
+    let call = ArgCheck::new("decay_gates::backward");
     let dims = operands.check(call)?;
     let Gradients { da, db, da_log, ddt_bias } = *gradients;
     let db = db.filter(|_| operands.b().is_some());

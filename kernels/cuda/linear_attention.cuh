@@ -1,16 +1,16 @@
 // What both passes share: chunks, working memory, and products of small matrices. The formulas are those of
-// `src/gated_delta/cpu/mod.rs`.
+// `src/linear_attention/cpu/mod.rs`.
 
 namespace {
 
-// `CHUNK` of `src/gated_delta/segments.rs`, and the columns of a state that a block of a scan has.
+// `CHUNK` of `src/linear_attention/segments.rs`, and the columns of a state that a block of a scan has.
 constexpr u32 kChunk = 64, kColumns = 32;
 constexpr u32 kNone = 0xffffffff;
 
-// `Rule` of `src/gated_delta/mod.rs`. In kernels for sums, errors are the values, and there is no L.
+// `Rule` of `src/linear_attention/mod.rs`. In kernels for sums, errors are the values, and there is no L.
 enum class Rule { delta, sum };
 
-// As in `src/gated_delta/cuda/mod.rs`. `rows` are the tokens of a segment in the working memory, of which each has `key_row`
+// As in `src/linear_attention/cuda/mod.rs`. `rows` are the tokens of a segment in the working memory, of which each has `key_row`
 // elements of a key head and `value_row` of a value head. `slots` are the states of a segment there, `saved` those that a forward pass
 // saves of a sequence.
 struct Sizes {

@@ -1,7 +1,7 @@
-// Linear attention in chunks: gradients (`src/gated_delta`), once `gated_delta_forward.cu` has computed a segment again.
+// Linear attention in chunks: gradients (`src/linear_attention`), once `linear_attention_forward.cu` has computed a segment again.
 
 #include "common.cuh"
-#include "gated_delta.cuh"
+#include "linear_attention.cuh"
 
 namespace {
 
@@ -318,30 +318,30 @@ __device__ __forceinline__ void scan_backward(float *gradients, const float *val
 
 }  // namespace
 
-#define INSTANTIATE_OUTPUT(T, suffix)                                                                       \
-    KERNEL(gated_delta_output_backward_##suffix, float *gradients, const float *values, const float *keys,  \
-           const T *__restrict__ dout, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,      \
-           BY_VALUE(Sizes) sizes) {                                                                         \
-        backward_output(gradients, values, keys, dout, v_to_k, chunks, sizes);                              \
+#define INSTANTIATE_OUTPUT(T, suffix)                                                                           \
+    KERNEL(linear_attention_output_backward_##suffix, float *gradients, const float *values, const float *keys, \
+           const T *__restrict__ dout, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,          \
+           BY_VALUE(Sizes) sizes) {                                                                             \
+        backward_output(gradients, values, keys, dout, v_to_k, chunks, sizes);                                  \
     }
 FOR_EACH_FLOAT(INSTANTIATE_OUTPUT)
 
-#define INSTANTIATE_SCAN(rule)                                                                              \
-    KERNEL(gated_delta_scan_backward_##rule, float *gradients, const float *values, const float *keys,      \
+#define INSTANTIATE_SCAN(rule)                                                                               \
+    KERNEL(linear_attention_scan_backward_##rule, float *gradients, const float *values, const float *keys,  \
            const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks, const u32 *__restrict__ segments, \
-           BY_VALUE(Sizes) sizes) {                                                                         \
-        scan_backward<Rule::rule>(gradients, values, keys, v_to_k, chunks, segments, sizes);                \
+           BY_VALUE(Sizes) sizes) {                                                                          \
+        scan_backward<Rule::rule>(gradients, values, keys, v_to_k, chunks, segments, sizes);                 \
     }
 INSTANTIATE_SCAN(delta)
 INSTANTIATE_SCAN(sum)
 
-#define INSTANTIATE(rule, T, suffix)                                                                        \
-    KERNEL(gated_delta_backward_##rule##_##suffix, T *__restrict__ dq, T *__restrict__ dk, T *__restrict__ dv, \
-           float *__restrict__ dg, float *__restrict__ dbeta, float *__restrict__ dskip, float *key_gradients, \
-           const float *keys, const float *values, const float *gradients, const T *__restrict__ skip,      \
-           const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks, BY_VALUE(Sizes) sizes) {         \
-        const ValueOutputs<T> outputs = {dv, dg, dbeta, dskip};                                             \
-        backward_chunk<Rule::rule>(dq, dk, outputs, key_gradients, keys, values, gradients, skip, v_to_k,   \
-                                   chunks, sizes);                                                          \
+#define INSTANTIATE(rule, T, suffix)                                                                                \
+    KERNEL(linear_attention_backward_##rule##_##suffix, T *__restrict__ dq, T *__restrict__ dk, T *__restrict__ dv, \
+           float *__restrict__ dg, float *__restrict__ dbeta, float *__restrict__ dskip, float *key_gradients,      \
+           const float *keys, const float *values, const float *gradients, const T *__restrict__ skip,              \
+           const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks, BY_VALUE(Sizes) sizes) {                 \
+        const ValueOutputs<T> outputs = {dv, dg, dbeta, dskip};                                                     \
+        backward_chunk<Rule::rule>(dq, dk, outputs, key_gradients, keys, values, gradients, skip, v_to_k,           \
+                                   chunks, sizes);                                                                  \
     }
 FOR_EACH_RULE_AND_FLOAT(INSTANTIATE)

@@ -10,7 +10,7 @@ use candle_core::Tensor;
 /// Writes the output, and the states at some tokens for [`backward`](super::backward()), if it will be called.
 ///
 /// # Shapes
-/// [`Operands`] to `o [B, S, Hv, Dv]`, and `states` of [`DeltaLayout::states_shape`](super::DeltaLayout::states_shape) in f32.
+/// [`Operands`] to `o [B, S, Hv, Dv]`, and `states` of [`LinearAttentionLayout::states_shape`](super::LinearAttentionLayout::states_shape) in f32.
 ///
 /// # Errors
 /// A tensor that is not contiguous, or whose shape, element type or device does not match; a `v_to_k` with a key head that
@@ -21,7 +21,7 @@ pub fn forward<'a>(
     states: impl Into<Option<&'a Tensor>>,
     workspace: &Workspace,
 ) -> Result<(), OpError> {
-    let call = ArgCheck::new("gated_delta::forward");
+    let call = ArgCheck::new("linear_attention::forward");
     let states = states.into().map(|states| ("states", states));
     let sizes = Sizes::check(call, operands)?;
     call.expect(("o", o), &sizes.value_shape())?;

@@ -1,4 +1,4 @@
-//! The launches of `cuda/gated_delta_forward.cu` and `cuda/gated_delta_backward.cu`: the steps of the [CPU's](super::cpu), each one
+//! The launches of `cuda/linear_attention_forward.cu` and `cuda/linear_attention_backward.cu`: the steps of the [CPU's](super::cpu), each one
 //! launch for all heads.
 
 mod plan;
@@ -6,7 +6,7 @@ mod plan;
 pub(super) use plan::Plan;
 
 use super::{Gradients, Operands, Sizes};
-use crate::device::sources::{GATED_DELTA_BACKWARD, GATED_DELTA_FORWARD};
+use crate::device::sources::{LINEAR_ATTENTION_BACKWARD, LINEAR_ATTENTION_FORWARD};
 use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher};
 use bytemuck::NoUninit;
 use candle_core::{DType, Tensor};
@@ -89,7 +89,8 @@ pub(super) fn forward(
     [o, scratch]: [&Tensor; 2],
     states: Option<&Tensor>,
 ) -> Result<(), DeviceError> {
-    let output = Kernel::of_dtype(&GATED_DELTA_FORWARD, of_rule!(sizes, "gated_delta_output"), dtype)?;
+    let output =
+        Kernel::of_dtype(&LINEAR_ATTENTION_FORWARD, of_rule!(sizes, "linear_attention_output"), dtype)?;
     let again = Again::new(sizes, dtype)?;
     let layout = operands.layout;
     let table = layout.table(o.device())?;
@@ -120,10 +121,10 @@ pub(super) fn backward(
     [states, dout, scratch]: [&Tensor; 3],
     &Gradients { dq, dk, dv, dg, dbeta, dskip }: &Gradients<'_>,
 ) -> Result<(), DeviceError> {
-    let of_dtype = |name| Kernel::of_dtype(&GATED_DELTA_BACKWARD, name, dtype);
-    let output = of_dtype("gated_delta_output_backward")?;
-    let chunks = of_dtype(of_rule!(sizes, "gated_delta_backward"))?;
-    let scan = Kernel::new(&GATED_DELTA_BACKWARD, of_rule!(sizes, "gated_delta_scan_backward"));
+    let of_dtype = |name| Kernel::of_dtype(&LINEAR_ATTENTION_BACKWARD, name, dtype);
+    let output = of_dtype("linear_attention_output_backward")?;
+    let chunks = of_dtype(of_rule!(sizes, "linear_attention_backward"))?;
+    let scan = Kernel::new(&LINEAR_ATTENTION_BACKWARD, of_rule!(sizes, "linear_attention_scan_backward"));
     let again = Again::new(sizes, dtype)?;
     let layout = operands.layout;
     let table = layout.table(dq.device())?;
@@ -166,11 +167,14 @@ struct Again {
 
 impl Again {
     fn new(sizes: &Sizes, dtype: DType) -> Result<Self, DeviceError> {
-        let of_dtype = |name| Kernel::of_dtype(&GATED_DELTA_FORWARD, name, dtype);
+        let of_dtype = |name| Kernel::of_dtype(&LINEAR_ATTENTION_FORWARD, name, dtype);
         Ok(Self {
-            keys: of_dtype(of_rule!(sizes, "gated_delta_prepare_keys"))?,
-            values: Kernel::new(&GATED_DELTA_FORWARD, of_rule!(sizes, "gated_delta_prepare_values")),
-            scan: of_dtype(of_rule!(sizes, "gated_delta_scan"))?,
+            keys: of_dtype(of_rule!(sizes, "linear_attention_prepare_keys"))?,
+            values: Kernel::new(
+                &LINEAR_ATTENTION_FORWARD,
+                of_rule!(sizes, "linear_attention_prepare_values"),
+            ),
+            scan: of_dtype(of_rule!(sizes, "linear_attention_scan"))?,
         })
     }
 

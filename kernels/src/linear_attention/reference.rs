@@ -1,12 +1,12 @@
 //! Both rules in f64, one token after the other.
 
-use super::{DeltaLayout, NORM_EPS};
+use super::{LinearAttentionLayout, NORM_EPS};
 
 /// The sizes of a call.
 #[derive(Debug, Clone)]
 pub struct Problem {
     /// Documents, and the key head of each value head.
-    pub layout: DeltaLayout,
+    pub layout: LinearAttentionLayout,
     /// Number of key heads.
     pub key_heads: usize,
     /// Elements of a query and of a key.

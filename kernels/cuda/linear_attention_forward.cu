@@ -1,7 +1,7 @@
-// Linear attention in chunks, by the gated delta rule or by sums: what both passes compute, and the output (`src/gated_delta`).
+// Linear attention in chunks, by the gated delta rule or by sums: what both passes compute, and the output (`src/linear_attention`).
 
 #include "common.cuh"
-#include "gated_delta.cuh"
+#include "linear_attention.cuh"
 
 namespace {
 
@@ -164,28 +164,28 @@ __device__ __forceinline__ void write_output(T *o, float *values, const float *k
 
 }  // namespace
 
-#define INSTANTIATE(rule, T, suffix)                                                                                     \
-    KERNEL(gated_delta_prepare_keys_##rule##_##suffix, float *keys, const T *__restrict__ q, const T *__restrict__ k,    \
-           const u32 *__restrict__ chunks, BY_VALUE(Sizes) sizes) {                                                      \
-        prepare_keys<Rule::rule>(keys, q, k, chunks, sizes);                                                             \
-    }                                                                                                                    \
-    KERNEL(gated_delta_scan_##rule##_##suffix, float *values, float *saved, const float *restored, const float *keys,    \
-           const T *__restrict__ v, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,                      \
-           const u32 *__restrict__ segments, BY_VALUE(Sizes) sizes) {                                                    \
-        scan<Rule::rule>(values, saved, restored, keys, v, v_to_k, chunks, segments, sizes);                             \
-    }                                                                                                                    \
-    KERNEL(gated_delta_output_##rule##_##suffix, T *__restrict__ o, float *values, const float *keys,                    \
-           const T *__restrict__ skip, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,                   \
-           BY_VALUE(Sizes) sizes) {                                                                                      \
-        write_output<Rule::rule>(o, values, keys, skip, v_to_k, chunks, sizes);                                          \
+#define INSTANTIATE(rule, T, suffix)                                                                                       \
+    KERNEL(linear_attention_prepare_keys_##rule##_##suffix, float *keys, const T *__restrict__ q, const T *__restrict__ k, \
+           const u32 *__restrict__ chunks, BY_VALUE(Sizes) sizes) {                                                        \
+        prepare_keys<Rule::rule>(keys, q, k, chunks, sizes);                                                               \
+    }                                                                                                                      \
+    KERNEL(linear_attention_scan_##rule##_##suffix, float *values, float *saved, const float *restored, const float *keys, \
+           const T *__restrict__ v, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,                        \
+           const u32 *__restrict__ segments, BY_VALUE(Sizes) sizes) {                                                      \
+        scan<Rule::rule>(values, saved, restored, keys, v, v_to_k, chunks, segments, sizes);                               \
+    }                                                                                                                      \
+    KERNEL(linear_attention_output_##rule##_##suffix, T *__restrict__ o, float *values, const float *keys,                 \
+           const T *__restrict__ skip, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,                     \
+           BY_VALUE(Sizes) sizes) {                                                                                        \
+        write_output<Rule::rule>(o, values, keys, skip, v_to_k, chunks, sizes);                                            \
     }
 FOR_EACH_RULE_AND_FLOAT(INSTANTIATE)
 
-#define INSTANTIATE_RULE(rule)                                                                                           \
-    KERNEL(gated_delta_prepare_values_##rule, float *values, const float *__restrict__ keys, const float *__restrict__ g, \
-           const float *__restrict__ beta, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,               \
-           BY_VALUE(Sizes) sizes) {                                                                                      \
-        prepare_values<Rule::rule>(values, keys, g, beta, v_to_k, chunks, sizes);                                        \
+#define INSTANTIATE_RULE(rule)                                                                                                 \
+    KERNEL(linear_attention_prepare_values_##rule, float *values, const float *__restrict__ keys, const float *__restrict__ g, \
+           const float *__restrict__ beta, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,                     \
+           BY_VALUE(Sizes) sizes) {                                                                                            \
+        prepare_values<Rule::rule>(values, keys, g, beta, v_to_k, chunks, sizes);                                              \
     }
 INSTANTIATE_RULE(delta)
 INSTANTIATE_RULE(sum)

@@ -25,7 +25,7 @@ impl Case {
         [key_dim, value_dim]: [usize; 2],
     ) -> Self {
         let lists = cu_seqlens.iter().map(|list| list.to_vec()).collect::<Vec<_>>();
-        let layout = DeltaLayout::new(Documents::new(lists).unwrap(), v_to_k);
+        let layout = LinearAttentionLayout::new(Documents::new(lists).unwrap(), v_to_k);
         let tokens = layout.documents().batch() * layout.documents().seq_len();
         let [keys, values] = [key_heads * key_dim, v_to_k.len() * value_dim].map(|row| tokens * row);
         let gates = tokens * v_to_k.len();
@@ -308,7 +308,7 @@ fn a_document_has_the_same_results_wherever_it_is_packed() {
 #[test]
 fn the_shape_of_the_states_does_not_depend_on_the_documents() {
     for cu_seqlens in [vec![vec![0, 3000]], vec![vec![0, 1, 5, 2000, 3000]]] {
-        let layout = DeltaLayout::new(Documents::new(cu_seqlens).unwrap(), [0, 0]);
+        let layout = LinearAttentionLayout::new(Documents::new(cu_seqlens).unwrap(), [0, 0]);
         assert_eq!(layout.states_shape(3, 4), [1, 2, 2, 3, 4]);
     }
 }
@@ -317,7 +317,7 @@ fn the_shape_of_the_states_does_not_depend_on_the_documents() {
 fn an_empty_shard_has_no_results() {
     for (cu_seqlens, v_to_k) in [(vec![vec![0]], &[0][..]), (vec![vec![0, 3]], &[])] {
         let tokens = *cu_seqlens[0].last().unwrap() as usize;
-        let layout = DeltaLayout::new(Documents::new(cu_seqlens).unwrap(), v_to_k);
+        let layout = LinearAttentionLayout::new(Documents::new(cu_seqlens).unwrap(), v_to_k);
         let key = tensor(&vec![1.0; tokens * 4], &[1, tokens, 1, 4]);
         let [value, gate] = [output(&[1, tokens, v_to_k.len(), 2]), output(&[1, tokens, v_to_k.len()])];
         let (rule, layout) = (Rule::Delta, &layout);
@@ -358,9 +358,9 @@ fn wrong_arguments_are_named() {
     assert_eq!(run(&Operands { beta: v, ..operands }, &o), "beta");
     assert_eq!(run(&Operands { k: &half, ..operands }, &o), "k");
     assert_eq!(run(&operands, v), "o");
-    let wrong = DeltaLayout::new(layout.documents().clone(), [0, 2]);
+    let wrong = LinearAttentionLayout::new(layout.documents().clone(), [0, 2]);
     assert_eq!(run(&Operands { layout: &wrong, ..operands }, &o), "v_to_k");
-    let longer = DeltaLayout::new(Documents::new(vec![vec![0, 7]]).unwrap(), [0, 1]);
+    let longer = LinearAttentionLayout::new(Documents::new(vec![vec![0, 7]]).unwrap(), [0, 1]);
     assert_eq!(run(&Operands { layout: &longer, ..operands }, &o), "q");
     assert_eq!(name(forward(&operands, &o, g, &Workspace::new())), "states");
     let rule = Rule::Sum { skip: g };
