@@ -102,7 +102,7 @@ check_suites() {
         "late test_engine zero::engine_protocol:: zero::engine_state:: --skip a_layer_may_keep_its_own_output --skip layers_of_one_name --skip recycled_storage_does_not_grow"
         "random:5 test_engine memory::features::offloaded_gradients memory::features::the_offloaded_gradient memory::features::overlapping_the_exchange"
         "random:6 test_engine parity::ring::few_heads parity::ring::recomputation parity::tensor_parallel::a_ring parity::pipeline::a_ring parity::pipeline::schedules"
-        "random:4 test_engine zero::stages::the_same_run_twice zero::frozen::a_tied parity::linear_attention::the_gradients parity::mamba2::the_gradients"
+        "random:4 test_engine zero::stages::the_same_run_twice zero::frozen::a_tied parity::linear_attention::the_gradients parity::mamba2::a_ring"
         "late test_engine zero::partitions::without_accumulation"
     )
     for index in "${!suites[@]}"; do

@@ -59,12 +59,19 @@ fn mamba_2_is_the_same_on_every_mesh_with_and_without_features() {
 
 #[test]
 fn the_gradients_of_mamba_2_have_the_scale_of_one_rank_with_sgd_and_clipping() {
+    assert_gradients(&[layout(1, 1, 0), layout(2, 3, 3), layout(1, 5, 2)]);
+}
+
+#[test]
+fn a_ring_divided_over_tp_has_the_gradients_of_one_rank() {
+    assert_gradients(&[Layout { ring: 2, tp: 2, ..layout(1, 2, 2) }]);
+}
+
+fn assert_gradients(layouts: &[Layout]) {
     let sgd = Problem { rule: Rule::Sgd { lr: 0.1 }, clip: Some(0.25), ..hybrid(true, json!({})) };
     let expected = sgd.reference().unwrap();
-    for layout in
-        [layout(1, 1, 0), layout(2, 3, 3), layout(1, 5, 2), Layout { ring: 2, tp: 2, ..layout(1, 2, 2) }]
-    {
-        assert_matches(&sgd.run(layout).unwrap(), &expected, 2e-5, &format!("{layout:?}"));
+    for layout in layouts {
+        assert_matches(&sgd.run(*layout).unwrap(), &expected, 2e-5, &format!("{layout:?}"));
     }
 }
 

@@ -94,9 +94,10 @@ impl Case {
                 Self::new(&[&[0, 70]], &[0], 1, [68, 70]),
             ]
         });
+        // Documents of several chunks in a segment, whose states must not meet, and documents of several segments.
         let long = [
-            Self::new(&[&[0, 2060], &[0, 3, 2060]], &[0], 1, [2, 2]),
-            Self::new(&[&[0, 3, 1100]], &[0, 0], 1, [2, 2]).of_sums(),
+            Self::new(&[&[0, 2060], &[0, 70, 140, 2060]], &[0], 1, [2, 2]),
+            Self::new(&[&[0, 70, 140, 1200]], &[0, 0], 1, [2, 2]).of_sums(),
         ];
         short.chain(long).collect()
     }
