@@ -2,6 +2,8 @@
 
 mod checkpoint;
 
+pub use checkpoint::Kept;
+
 use super::{
     AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch,
     ForwardPass, GroupedHeads, LayerError, LinearAttention, LinearAttentionConfig, LinearAttentionSaved,
@@ -185,8 +187,7 @@ impl TokenMixer {
         self.attention().map(SelfAttention::extent)
     }
 
-    /// Adds the output to the tensor that the branch opens, and passes the state to `keep`. Only attention has a checkpoint; other
-    /// modules then pass none.
+    /// Adds the output to the tensor that the branch opens. Only attention keeps something for a checkpoint.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq_local, hidden]`.
@@ -197,10 +198,11 @@ impl TokenMixer {
         &self,
         branch: &Branch,
         x: &Tensor,
-        saves: Saves,
-        mut keep: impl FnMut(MixerSaved),
+        kept: &mut Kept,
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
+        let saves = kept.saves();
+        let mut keep = |saved| kept.keep(saved, pass);
         match self {
             Self::Attention(attention) => {
                 attention.forward(branch, x, saves, |saved| keep(MixerSaved::Attention(saved)), pass)

@@ -1,5 +1,6 @@
 //! The decoder block.
 
+mod block;
 mod parallel;
 mod tensor_parallel;
 
@@ -7,10 +8,11 @@ pub use parallel::ParallelDecoderLayer;
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionExtent, AttentionProjections, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init,
-    Layer, LayerContext, LayerError, MixerSaved, MlpProjections, MlpSaved, Parameter, ParameterList,
-    ParameterSpec, Saved, Saves, TensorRank, TokenMixer, WeightLayout, WeightSpec, recycle_unless,
+    AttentionProjections, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init, Kept, Layer,
+    LayerError, MlpProjections, Parameter, ParameterList, TensorRank, TokenMixer, WeightLayout, WeightSpec,
+    recycle_unless,
 };
+use block::{Block, BlockOutputs, SavedBlock, foreign};
 use candle_core::Tensor;
 use tensor_parallel::TensorParallelDecoder;
 use ulysses_kernels::elementwise;
@@ -108,15 +110,6 @@ impl DecoderParts {
     }
 }
 
-/// State saved for the backward pass.
-struct SavedDecoder {
-    x: Tensor,
-    attention: Vec<MixerSaved>,
-    /// The attention's output, with `x` if nothing is between them: `mid` follows from both.
-    attention_output: Tensor,
-    mlp: Option<MlpSaved>,
-}
-
 impl DecoderLayer {
     /// Creates layer `index` of a model, with the parts of Llama.
     ///
@@ -158,21 +151,6 @@ impl DecoderLayer {
         self.attention_branch.join(x, attention_output, pass)
     }
 
-    /// The layer from the attention's output.
-    fn forward_mlp(
-        &self,
-        x: &Tensor,
-        attention_output: &Tensor,
-        keep: bool,
-        pass: &ForwardPass<'_>,
-    ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
-        let mid = self.mid(x, attention_output, pass)?;
-        let (y, saved) = self.mlp.forward(&self.mlp_branch, &mid, keep, pass)?;
-        recycle_unless(mid, attention_output, pass);
-        self.multiply(&y, pass)?;
-        Ok((y, saved))
-    }
-
     /// Multiplies the result of the layer, or its gradient, by the constant factor, if there is one.
     fn multiply(&self, y: &Tensor, pass: &ForwardPass<'_>) -> Result<(), LayerError> {
         match self.scalar {
@@ -180,127 +158,66 @@ impl DecoderLayer {
             None => Ok(()),
         }
     }
+}
 
-    /// Returns whether a checkpoint has the attention's output.
-    fn keeps_attention_output(&self, ctx: &LayerContext) -> bool {
-        ctx.tiling().head_chunks > 1 && self.mixer.recomputes_chunks(ctx)
+impl Block for DecoderLayer {
+    fn parameters(&self) -> &ParameterList {
+        &self.parameters
     }
 
-    fn foreign(&self) -> LayerError {
-        LayerError::ForeignSavedState { layer: self.parameters.layer().to_owned() }
+    fn mixer(&self) -> &TokenMixer {
+        &self.mixer
     }
 
-    /// Turns the gradient of the result into that of the input. What is not saved is recomputed.
-    fn backward_saved(
+    fn divide(self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
+        Ok(Box::new(TensorParallelDecoder::new(self, tp)?))
+    }
+
+    fn run(
         &self,
-        SavedDecoder { x, attention, attention_output: output, mlp }: SavedDecoder,
+        x: &Tensor,
+        kept: &mut Kept,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(Tensor, BlockOutputs), LayerError> {
+        let output = self.mixer.forward(&self.attention_branch, x, kept, pass)?;
+        let mid = self.mid(x, &output, pass)?;
+        let (y, mlp_state) = self.mlp.forward(&self.mlp_branch, &mid, kept.is_state(), pass)?;
+        recycle_unless(mid, &output, pass);
+        self.multiply(&y, pass)?;
+        Ok((y, BlockOutputs { mixer: Some(output), mlp_state, mlp: None }))
+    }
+
+    fn recompute(
+        &self,
+        x: Tensor,
+        kept: &mut impl Iterator<Item = Tensor>,
+        pass: &ForwardPass<'_>,
+    ) -> Result<SavedBlock, LayerError> {
+        let (output, mixer) = match self.mixer.checkpoint_has_output(pass.ctx) {
+            true => (kept.next().ok_or_else(|| foreign(pass))?, Vec::new()),
+            false => self.mixer.recompute(&self.attention_branch, &x, kept, pass)?,
+        };
+        Ok(SavedBlock { x, mixer, outputs: BlockOutputs { mixer: Some(output), ..BlockOutputs::default() } })
+    }
+
+    fn run_backward(
+        &self,
+        SavedBlock { x, mixer, outputs }: SavedBlock,
         dy: Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let forward = &pass.forward;
+        let output = outputs.mixer.ok_or_else(|| foreign(forward))?;
         self.multiply(&dy, forward)?;
         let mid = self.mid(&x, &output, forward)?;
-        self.mlp.backward(&self.mlp_branch, &mid, mlp, &dy, pass)?;
+        self.mlp.backward(&self.mlp_branch, &mid, outputs.mlp_state, &dy, pass)?;
         recycle_unless(mid, &output, forward);
         let mut output = Some(output);
-        let take = || output.take().ok_or_else(|| self.foreign());
+        let take = || output.take().ok_or_else(|| foreign(forward));
         let doutput = self.attention_branch.backward_join(take, &dy, pass)?;
         forward.recycle(output);
-        self.mixer.backward(&self.attention_branch, &x, attention, (&doutput, &dy), pass)?;
+        self.mixer.backward(&self.attention_branch, &x, mixer, (&doutput, &dy), pass)?;
         recycle_unless(doutput, &dy, forward);
         Ok(dy)
-    }
-}
-
-impl Layer for DecoderLayer {
-    fn name(&self) -> &str {
-        self.parameters.layer()
-    }
-
-    fn parameters(&self) -> &[ParameterSpec] {
-        self.parameters.specs()
-    }
-
-    fn tensor_parallel(self: Box<Self>, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
-        Ok(Box::new(TensorParallelDecoder::new(*self, tp)?))
-    }
-
-    fn attention_extent(&self) -> Option<AttentionExtent> {
-        self.mixer.extent()
-    }
-
-    fn forward(
-        &self,
-        params: &[Tensor],
-        x: &Tensor,
-        ctx: &LayerContext,
-    ) -> Result<(Tensor, Saved), LayerError> {
-        let pass = self.parameters.forward(params, ctx)?;
-        let mut attention = Vec::new();
-        let keep = |saved| attention.push(saved);
-        let attention_output = self.mixer.forward(&self.attention_branch, x, Saves::Whole, keep, &pass)?;
-        let (y, mlp) = self.forward_mlp(x, &attention_output, true, &pass)?;
-        let saved = SavedDecoder { x: x.clone(), attention, attention_output, mlp };
-        let bytes = saved.bytes();
-        Ok((y, Saved::new(saved, bytes)))
-    }
-
-    fn backward(
-        &self,
-        params: &[Tensor],
-        saved: Saved,
-        dy: Tensor,
-        grads: &[Option<Tensor>],
-        ctx: &LayerContext,
-    ) -> Result<Tensor, LayerError> {
-        let saved = saved.downcast(self.name())?;
-        self.backward_saved(saved, dy, &self.parameters.backward(params, grads, ctx)?)
-    }
-
-    /// The checkpoint is the input and what the mixer appends. If an attention is recomputed in head chunks, it also contains the
-    /// attention's output, so that each chunk is recomputed once and not twice.
-    fn forward_checkpointed(
-        &self,
-        params: &[Tensor],
-        x: Tensor,
-        ctx: &LayerContext,
-    ) -> Result<(Tensor, Vec<Tensor>), LayerError> {
-        let pass = self.parameters.forward(params, ctx)?;
-        let mut kept = Vec::new();
-        let output = self.mixer.forward_checkpointed(&self.attention_branch, &x, &mut kept, &pass)?;
-        let (y, _) = self.forward_mlp(&x, &output, false, &pass)?;
-        match self.keeps_attention_output(ctx) {
-            true => kept.push(output),
-            false => pass.recycle([output]),
-        }
-        kept.insert(0, x);
-        Ok((y, kept))
-    }
-
-    fn backward_checkpointed(
-        &self,
-        params: &[Tensor],
-        checkpoint: Vec<Tensor>,
-        dy: Tensor,
-        grads: &[Option<Tensor>],
-        ctx: &LayerContext,
-    ) -> Result<Tensor, LayerError> {
-        let pass = self.parameters.backward(params, grads, ctx)?;
-        let mut checkpoint = checkpoint.into_iter();
-        let x = checkpoint.next().ok_or_else(|| self.foreign())?;
-        let (attention_output, attention) = match self.keeps_attention_output(ctx) {
-            true => (checkpoint.next().ok_or_else(|| self.foreign())?, Vec::new()),
-            false => self.mixer.recompute(&self.attention_branch, &x, &mut checkpoint, &pass.forward)?,
-        };
-        self.backward_saved(SavedDecoder { x, attention, attention_output, mlp: None }, dy, &pass)
-    }
-}
-
-impl SavedDecoder {
-    fn bytes(&self) -> usize {
-        let own: usize =
-            [&self.x, &self.attention_output].into_iter().map(ulysses_kernels::tensor::bytes).sum();
-        let mlp = self.mlp.as_ref().map_or(0, MlpSaved::bytes);
-        own + mlp + self.attention.iter().map(MixerSaved::bytes).sum::<usize>()
     }
 }

@@ -3,10 +3,11 @@
 mod divided;
 
 use super::DecoderParts;
+use super::block::{Block, BlockOutputs, SavedBlock};
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionExtent, BackwardPass, Branch, ForwardPass, GatedMlp, Layer, LayerContext, LayerError,
-    MixerSaved, MlpSaved, ParameterList, ParameterSpec, Saved, Saves, TensorRank, TokenMixer,
+    BackwardPass, Branch, ForwardPass, GatedMlp, Kept, Layer, LayerError, MlpSaved, ParameterList,
+    TensorRank, TokenMixer,
 };
 use candle_core::Tensor;
 use divided::DividedParallelDecoder;
@@ -22,13 +23,6 @@ pub struct ParallelDecoderLayer {
     mlp_branch: Branch,
     mlp: GatedMlp,
     has_two_norms: bool,
-}
-
-/// State saved for the backward pass.
-struct SavedParallel {
-    x: Tensor,
-    attention: Vec<MixerSaved>,
-    mlp: Option<MlpSaved>,
 }
 
 impl ParallelDecoderLayer {
@@ -67,104 +61,55 @@ impl ParallelDecoderLayer {
         pass.recycle([output]);
         Ok(saved)
     }
+}
 
-    /// Turns the gradient of the result into that of the input. What is not saved is recomputed.
-    fn backward_saved(
+impl Block for ParallelDecoderLayer {
+    fn parameters(&self) -> &ParameterList {
+        &self.parameters
+    }
+
+    fn mixer(&self) -> &TokenMixer {
+        &self.attention
+    }
+
+    fn divide(self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
+        Ok(Box::new(DividedParallelDecoder::new(self, tp)?))
+    }
+
+    fn run(
         &self,
-        SavedParallel { x, attention, mlp }: SavedParallel,
+        x: &Tensor,
+        kept: &mut Kept,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(Tensor, BlockOutputs), LayerError> {
+        let y = self.attention.forward(&self.attention_branch, x, kept, pass)?;
+        let mlp_state = self.add_mlp(x, &y, kept.is_state(), pass)?;
+        Ok((y, BlockOutputs { mlp_state, ..BlockOutputs::default() }))
+    }
+
+    fn recompute(
+        &self,
+        x: Tensor,
+        kept: &mut impl Iterator<Item = Tensor>,
+        pass: &ForwardPass<'_>,
+    ) -> Result<SavedBlock, LayerError> {
+        let input = || Ok(x.clone());
+        let mixer = self.attention.recompute_state(&self.attention_branch, input, kept, pass)?;
+        Ok(SavedBlock { x, mixer, outputs: BlockOutputs::default() })
+    }
+
+    fn run_backward(
+        &self,
+        SavedBlock { x, mixer, outputs }: SavedBlock,
         dy: Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         // The gradient of the sum is that of `x`, to which both modules add theirs.
         let dx = pass.forward.workspace().alloc(dy.dims())?;
         strided_copy::copy(&dy, &dx)?;
-        self.mlp.backward(&self.mlp_branch, &x, mlp, &dx, pass)?;
-        self.attention.backward(&self.attention_branch, &x, attention, (&dy, &dx), pass)?;
+        self.mlp.backward(&self.mlp_branch, &x, outputs.mlp_state, &dx, pass)?;
+        self.attention.backward(&self.attention_branch, &x, mixer, (&dy, &dx), pass)?;
         pass.forward.recycle([dy]);
         Ok(dx)
-    }
-}
-
-impl Layer for ParallelDecoderLayer {
-    fn name(&self) -> &str {
-        self.parameters.layer()
-    }
-
-    fn parameters(&self) -> &[ParameterSpec] {
-        self.parameters.specs()
-    }
-
-    fn tensor_parallel(self: Box<Self>, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
-        Ok(Box::new(DividedParallelDecoder::new(*self, tp)?))
-    }
-
-    fn attention_extent(&self) -> Option<AttentionExtent> {
-        self.attention.extent()
-    }
-
-    fn forward(
-        &self,
-        params: &[Tensor],
-        x: &Tensor,
-        ctx: &LayerContext,
-    ) -> Result<(Tensor, Saved), LayerError> {
-        let pass = self.parameters.forward(params, ctx)?;
-        let mut attention = Vec::new();
-        let keep = |saved| attention.push(saved);
-        let y = self.attention.forward(&self.attention_branch, x, Saves::Whole, keep, &pass)?;
-        let mlp = self.add_mlp(x, &y, true, &pass)?;
-        let saved = SavedParallel { x: x.clone(), attention, mlp };
-        let bytes = saved.bytes();
-        Ok((y, Saved::new(saved, bytes)))
-    }
-
-    fn backward(
-        &self,
-        params: &[Tensor],
-        saved: Saved,
-        dy: Tensor,
-        grads: &[Option<Tensor>],
-        ctx: &LayerContext,
-    ) -> Result<Tensor, LayerError> {
-        let saved = saved.downcast(self.name())?;
-        self.backward_saved(saved, dy, &self.parameters.backward(params, grads, ctx)?)
-    }
-
-    fn forward_checkpointed(
-        &self,
-        params: &[Tensor],
-        x: Tensor,
-        ctx: &LayerContext,
-    ) -> Result<(Tensor, Vec<Tensor>), LayerError> {
-        let pass = self.parameters.forward(params, ctx)?;
-        let mut kept = Vec::new();
-        let y = self.attention.forward_checkpointed(&self.attention_branch, &x, &mut kept, &pass)?;
-        self.add_mlp(&x, &y, false, &pass)?;
-        kept.insert(0, x);
-        Ok((y, kept))
-    }
-
-    fn backward_checkpointed(
-        &self,
-        params: &[Tensor],
-        checkpoint: Vec<Tensor>,
-        dy: Tensor,
-        grads: &[Option<Tensor>],
-        ctx: &LayerContext,
-    ) -> Result<Tensor, LayerError> {
-        let pass = self.parameters.backward(params, grads, ctx)?;
-        let mut checkpoint = checkpoint.into_iter();
-        let foreign = || LayerError::ForeignSavedState { layer: self.name().to_owned() };
-        let x = checkpoint.next().ok_or_else(foreign)?;
-        let (branch, input) = (&self.attention_branch, || Ok(x.clone()));
-        let attention = self.attention.recompute_state(branch, input, &mut checkpoint, &pass.forward)?;
-        self.backward_saved(SavedParallel { x, attention, mlp: None }, dy, &pass)
-    }
-}
-
-impl SavedParallel {
-    fn bytes(&self) -> usize {
-        let attention = self.attention.iter().map(MixerSaved::bytes).sum::<usize>();
-        ulysses_kernels::tensor::bytes(&self.x) + self.mlp.as_ref().map_or(0, MlpSaved::bytes) + attention
     }
 }

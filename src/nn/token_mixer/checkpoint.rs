@@ -4,27 +4,37 @@ use super::{MixerSaved, TokenMixer};
 use crate::nn::{AttentionSaved, Branch, ForwardPass, LayerContext, LayerError, Saves};
 use candle_core::Tensor;
 
-impl TokenMixer {
-    /// As [`forward`](Self::forward). Appends to `checkpoint` what is computed only once: if the context says so, attention output
-    /// and lse of every head chunk.
-    ///
-    /// # Errors
-    /// As [`forward`](Self::forward).
-    pub fn forward_checkpointed(
-        &self,
-        branch: &Branch,
-        x: &Tensor,
-        checkpoint: &mut Vec<Tensor>,
-        pass: &ForwardPass<'_>,
-    ) -> Result<Tensor, LayerError> {
-        let keep = |saved: MixerSaved| match pass.ctx.saves_attention_output() {
-            true => checkpoint.extend(saved.into_checkpoint(pass)),
-            false => saved.recycle(pass),
-        };
-        self.forward(branch, x, Saves::Checkpoint, keep, pass)
+/// The tensors of a token mixer that a forward pass keeps for the backward pass.
+pub enum Kept {
+    /// The state: of every head chunk of an attention, or of all heads.
+    State(Vec<MixerSaved>),
+    /// Those that are computed only once: if the context says so, attention output and lse of every head chunk.
+    Checkpoint(Vec<Tensor>),
+}
+
+impl Kept {
+    /// Whether it is the state.
+    pub fn is_state(&self) -> bool {
+        matches!(self, Self::State(_))
     }
 
-    /// The output and the state for the backward pass, from what [`forward_checkpointed`](Self::forward_checkpointed) appended.
+    pub(super) fn saves(&self) -> Saves {
+        if self.is_state() { Saves::Whole } else { Saves::Checkpoint }
+    }
+
+    pub(super) fn keep(&mut self, saved: MixerSaved, pass: &ForwardPass<'_>) {
+        match self {
+            Self::State(states) => states.push(saved),
+            Self::Checkpoint(tensors) if pass.ctx.saves_attention_output() => {
+                tensors.extend(saved.into_checkpoint(pass));
+            }
+            Self::Checkpoint(_) => saved.recycle(pass),
+        }
+    }
+}
+
+impl TokenMixer {
+    /// The output and the state for the backward pass, from what [`forward`](Self::forward) kept for a checkpoint.
     ///
     /// # Errors
     /// As [`forward`](Self::forward), or a checkpoint of another layer.
@@ -36,9 +46,10 @@ impl TokenMixer {
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Vec<MixerSaved>), LayerError> {
         let Some(attention) = self.attention().filter(|_| pass.ctx.saves_attention_output()) else {
-            let mut saved = Vec::new();
-            let output = self.forward(branch, x, Saves::Whole, |state| saved.push(state), pass)?;
-            return Ok((output, saved));
+            let mut kept = Kept::State(Vec::new());
+            let output = self.forward(branch, x, &mut kept, pass)?;
+            let Kept::State(states) = kept else { unreachable!("it was the state") };
+            return Ok((output, states));
         };
         let mut chunks = saved_chunks(checkpoint, pass)?;
         let output = attention.forward_from_outputs(branch, x, &mut chunks, pass)?;
@@ -67,6 +78,12 @@ impl TokenMixer {
         let (output, saved) = self.recompute(branch, &x, checkpoint, pass)?;
         pass.recycle([output]);
         Ok(saved)
+    }
+
+    /// Returns whether a checkpoint has the output of an attention that is recomputed in head chunks, so that each chunk is
+    /// recomputed once and not twice.
+    pub fn checkpoint_has_output(&self, ctx: &LayerContext) -> bool {
+        ctx.tiling().head_chunks > 1 && self.recomputes_chunks(ctx)
     }
 
     /// Returns whether [`backward`](Self::backward) recomputes an attention of which the checkpoint has nothing, one head chunk after

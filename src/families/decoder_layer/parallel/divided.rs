@@ -1,10 +1,11 @@
 //! The block with attention and MLP side by side, of one tensor-parallel rank.
 
-use super::{ParallelDecoderLayer, SavedParallel};
+use super::ParallelDecoderLayer;
+use crate::families::decoder_layer::block::{Block, BlockOutputs, SavedBlock};
 use crate::families::decoder_layer::tensor_parallel::gathered_input;
 use crate::nn::{
-    AttentionExtent, BackwardPass, Branch, ForwardPass, Layer, LayerContext, LayerError, MlpSaved,
-    ParameterSpec, Saved, Saves, TensorRank, recycle_unless,
+    BackwardPass, Branch, ForwardPass, Kept, Layer, LayerError, ParameterList, TensorRank, TokenMixer,
+    recycle_unless,
 };
 use candle_core::Tensor;
 use ulysses_kernels::{elementwise, strided_copy};
@@ -24,31 +25,59 @@ impl DividedParallelDecoder {
         Ok(Self(layer))
     }
 
-    /// The result of the layer, with the MLP's state if `keep`. `attend` turns the attention's input into its part of the output.
+    /// The branch of the MLP, if it has a norm of its own.
+    fn own_mlp_branch(&self) -> Option<&Branch> {
+        self.0.has_two_norms.then_some(&self.0.mlp_branch)
+    }
+}
+
+impl Block for DividedParallelDecoder {
+    fn parameters(&self) -> &ParameterList {
+        &self.0.parameters
+    }
+
+    fn mixer(&self) -> &TokenMixer {
+        &self.0.attention
+    }
+
+    fn divide(self, _: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
+        Err(LayerError::NoTensorParallelism { layer: self.name().to_owned() })
+    }
+
     fn run(
         &self,
         x: &Tensor,
-        attend: impl FnOnce(&Tensor) -> Result<Tensor, LayerError>,
-        keep: bool,
+        kept: &mut Kept,
         pass: &ForwardPass<'_>,
-    ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
+    ) -> Result<(Tensor, BlockOutputs), LayerError> {
         let input = gather_input(&self.0.attention_branch, x, pass)?;
         let mlp_input = self.own_mlp_branch().map(|branch| gather_input(branch, x, pass)).transpose()?;
-        let partial = attend(&input)?;
-        let alone = Branch::module_alone();
-        let (output, mlp) = self.0.mlp.forward(&alone, mlp_input.as_ref().unwrap_or(&input), keep, pass)?;
+        let (alone, keep) = (Branch::module_alone(), kept.is_state());
+        let partial = self.0.attention.forward(&alone, &input, kept, pass)?;
+        let (output, mlp_state) =
+            self.0.mlp.forward(&alone, mlp_input.as_ref().unwrap_or(&input), keep, pass)?;
         elementwise::accumulate(&partial, &output)?;
         let y = pass.ctx.token_exchange(pass.layer)?.reduce_scatter(&partial)?;
         elementwise::accumulate(&y, x)?;
         pass.recycle([input, partial, output]);
         pass.recycle(mlp_input);
-        Ok((y, mlp))
+        Ok((y, BlockOutputs { mlp_state, ..BlockOutputs::default() }))
     }
 
-    /// Turns the gradient of the result into that of the input. What is not saved is recomputed.
-    fn backward_saved(
+    fn recompute(
         &self,
-        SavedParallel { x, attention: chunks, mlp: saved_mlp }: SavedParallel,
+        x: Tensor,
+        kept: &mut impl Iterator<Item = Tensor>,
+        pass: &ForwardPass<'_>,
+    ) -> Result<SavedBlock, LayerError> {
+        let input = || gather_input(&self.0.attention_branch, &x, pass);
+        let mixer = self.0.attention.recompute_state(&Branch::module_alone(), input, kept, pass)?;
+        Ok(SavedBlock { x, mixer, outputs: BlockOutputs::default() })
+    }
+
+    fn run_backward(
+        &self,
+        SavedBlock { x, mixer: chunks, outputs }: SavedBlock,
         dy: Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
@@ -63,7 +92,7 @@ impl DividedParallelDecoder {
         let of_attention = exchange.all_gather(&dy, forward.ctx.seq_len_local())?;
         let of_mlp = forward.workspace().alloc(of_attention.dims())?;
         strided_copy::copy(&of_attention, &of_mlp)?;
-        mlp.backward(&alone, mlp_input, saved_mlp, &of_mlp, pass)?;
+        mlp.backward(&alone, mlp_input, outputs.mlp_state, &of_mlp, pass)?;
         attention.backward(&alone, &input, chunks, (&of_attention, &of_attention), pass)?;
         match own_branch.zip(own) {
             None => elementwise::accumulate(&of_attention, &of_mlp)?,
@@ -79,90 +108,6 @@ impl DividedParallelDecoder {
         recycle_unless(normed, &x, forward);
         forward.recycle([input, rstd, of_attention, of_mlp, dnormed]);
         Ok(dy)
-    }
-
-    /// The branch of the MLP, if it has a norm of its own.
-    fn own_mlp_branch(&self) -> Option<&Branch> {
-        self.0.has_two_norms.then_some(&self.0.mlp_branch)
-    }
-}
-
-impl Layer for DividedParallelDecoder {
-    fn name(&self) -> &str {
-        self.0.name()
-    }
-
-    fn parameters(&self) -> &[ParameterSpec] {
-        self.0.parameters()
-    }
-
-    fn attention_extent(&self) -> Option<AttentionExtent> {
-        self.0.attention_extent()
-    }
-
-    fn forward(
-        &self,
-        params: &[Tensor],
-        x: &Tensor,
-        ctx: &LayerContext,
-    ) -> Result<(Tensor, Saved), LayerError> {
-        let pass = self.0.parameters.forward(params, ctx)?;
-        let mut attention = Vec::new();
-        let keep = |saved| attention.push(saved);
-        let attend = |input: &Tensor| {
-            self.0.attention.forward(&Branch::module_alone(), input, Saves::Whole, keep, &pass)
-        };
-        let (y, mlp) = self.run(x, attend, true, &pass)?;
-        let saved = SavedParallel { x: x.clone(), attention, mlp };
-        let bytes = saved.bytes();
-        Ok((y, Saved::new(saved, bytes)))
-    }
-
-    fn backward(
-        &self,
-        params: &[Tensor],
-        saved: Saved,
-        dy: Tensor,
-        grads: &[Option<Tensor>],
-        ctx: &LayerContext,
-    ) -> Result<Tensor, LayerError> {
-        let saved = saved.downcast(self.name())?;
-        self.backward_saved(saved, dy, &self.0.parameters.backward(params, grads, ctx)?)
-    }
-
-    /// The checkpoint is that of a whole layer, with this rank's heads.
-    fn forward_checkpointed(
-        &self,
-        params: &[Tensor],
-        x: Tensor,
-        ctx: &LayerContext,
-    ) -> Result<(Tensor, Vec<Tensor>), LayerError> {
-        let pass = self.0.parameters.forward(params, ctx)?;
-        let mut kept = Vec::new();
-        let attend = |input: &Tensor| {
-            self.0.attention.forward_checkpointed(&Branch::module_alone(), input, &mut kept, &pass)
-        };
-        let (y, _) = self.run(&x, attend, false, &pass)?;
-        kept.insert(0, x);
-        Ok((y, kept))
-    }
-
-    fn backward_checkpointed(
-        &self,
-        params: &[Tensor],
-        checkpoint: Vec<Tensor>,
-        dy: Tensor,
-        grads: &[Option<Tensor>],
-        ctx: &LayerContext,
-    ) -> Result<Tensor, LayerError> {
-        let pass = self.0.parameters.backward(params, grads, ctx)?;
-        let mut checkpoint = checkpoint.into_iter();
-        let foreign = || LayerError::ForeignSavedState { layer: self.name().to_owned() };
-        let x = checkpoint.next().ok_or_else(foreign)?;
-        let (alone, forward) = (Branch::module_alone(), &pass.forward);
-        let input = || gather_input(&self.0.attention_branch, &x, forward);
-        let attention = self.0.attention.recompute_state(&alone, input, &mut checkpoint, forward)?;
-        self.backward_saved(SavedParallel { x, attention, mlp: None }, dy, &pass)
     }
 }
 
