@@ -131,12 +131,14 @@ pub enum MeshShapeError {
     },
     /// A schedule without several stages per rank.
     #[error(
-        "`ulysses.pipeline.virtual_stages` is {virtual_stages}, but the schedule \"gpipe\" has one stage per rank: use \"1f1b\", which \
+        "`ulysses.pipeline.virtual_stages` is {virtual_stages}, but the schedule \"{schedule}\" has one stage per rank: use \"1f1b\", which \
          is then interleaved, or virtual_stages 1"
     )]
-    InterleavedGpipe {
+    OneStageSchedule {
         /// Stages of each rank.
         virtual_stages: usize,
+        /// The schedule.
+        schedule: &'static str,
     },
     /// Micro batches that the interleaved schedule cannot group.
     #[error(

@@ -219,8 +219,8 @@ impl RawConfig {
             config.notes.extend(without_effect);
             return Ok(());
         }
-        let reason = if virtual_stages > 1 && pipeline.schedule == PipelineSchedule::Gpipe {
-            MeshShapeError::InterleavedGpipe { virtual_stages }
+        let reason = if virtual_stages > 1 && pipeline.schedule != PipelineSchedule::OneForwardOneBackward {
+            MeshShapeError::OneStageSchedule { virtual_stages, schedule: pipeline.schedule.name() }
         } else if virtual_stages > 1 && !accumulation.is_multiple_of(pp) {
             MeshShapeError::InterleavedMicroBatches { pp, accumulation }
         } else if let Some(entries) = entries.filter(|entries| *entries != pp.saturating_mul(virtual_stages))

@@ -8,10 +8,30 @@ use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
-use crate::nn::{LayerContext, LayerError, Saved};
+use crate::nn::{DeferredGradients, LayerContext, LayerError, Saved};
 use candle_core::Tensor;
+use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::lm_head_loss::Losses;
+
+/// Gradients of a chunk of layers that a later pass computes.
+#[derive(Default)]
+pub(crate) struct DeferredChunk {
+    chunk: usize,
+    /// Whether the chunk's gradients are complete after them.
+    boundary: bool,
+    /// Those of each layer, the last one first.
+    layers: Vec<Arc<DeferredGradients>>,
+}
+
+impl DeferredChunk {
+    /// The context for the backward pass of the next layer.
+    fn next_layer(&mut self, ctx: &LayerContext) -> LayerContext {
+        let layer = Arc::new(DeferredGradients::default());
+        self.layers.push(layer.clone());
+        ctx.clone().with_deferred_gradients(layer)
+    }
+}
 
 impl Engine {
     /// Adds the gradients of a micro batch. Each unit's gradients are reduced while the backward pass of
@@ -21,11 +41,28 @@ impl Engine {
     /// More calls than the accumulation allows, or failed communication.
     pub fn backward(&mut self, loss: Loss) -> Result<(), EngineError> {
         let Loss { mut local, tapes } = loss;
-        tapes.into_iter().rev().try_for_each(|tape| self.backward_chunk(&mut local, tape))
+        tapes.into_iter().rev().try_for_each(|tape| self.backward_chunk(&mut local, tape, None))
+    }
+
+    /// As [`backward`](Self::backward) of one chunk, but leaves the products for gradients of weights to
+    /// [`backward_weights`](Self::backward_weights). Those of one chunk must follow in the same order.
+    pub(crate) fn backward_input(&mut self, loss: Loss) -> Result<DeferredChunk, EngineError> {
+        let Loss { mut local, tapes } = loss;
+        let mut deferred = DeferredChunk::default();
+        for tape in tapes {
+            deferred.chunk = tape.chunk;
+            self.backward_chunk(&mut local, tape, Some(&mut deferred))?;
+        }
+        Ok(deferred)
     }
 
     /// Runs the backward pass of a chunk of layers. Takes the losses of the last one.
-    fn backward_chunk(&mut self, local: &mut Losses, tape: Tape) -> Result<(), EngineError> {
+    fn backward_chunk(
+        &mut self,
+        local: &mut Losses,
+        tape: Tape,
+        deferred: Option<&mut DeferredChunk>,
+    ) -> Result<(), EngineError> {
         self.check_usable()?;
         let (chunk, accumulation) = (tape.chunk, self.micro_steps_per_step());
         if self.accumulation.backward_passes(chunk) == accumulation {
@@ -47,14 +84,20 @@ impl Engine {
         if chunk + 1 == self.num_chunks() {
             self.accumulation.add(std::mem::take(local), tape.batch_hash, tape.tokens, weight);
         }
-        self.backward_pass(tape, scale, self.accumulation.backward_passes(chunk) + 1 == accumulation)?;
+        let boundary = self.accumulation.backward_passes(chunk) + 1 == accumulation;
+        self.backward_pass(tape, (scale, boundary), deferred)?;
         self.accumulation.count_backward_pass(chunk);
         self.is_broken = false;
         Ok(())
     }
 
     /// Runs the backward pass of objective, layers and input of a chunk. At the `boundary`, its gradients are complete.
-    fn backward_pass(&mut self, tape: Tape, scale: f32, boundary: bool) -> Result<(), EngineError> {
+    fn backward_pass(
+        &mut self,
+        tape: Tape,
+        (scale, boundary): (f32, bool),
+        mut deferred: Option<&mut DeferredChunk>,
+    ) -> Result<(), EngineError> {
         let Tape { chunk, ctx, input, mut layers, hidden, objective, .. } = tape;
         let first = self.layers_of(chunk).start;
         self.read_ahead(layers.last())?;
@@ -73,10 +116,13 @@ impl Engine {
             output.take().into_iter().for_each(|y| self.workspace.recycle(y));
             self.begin_part(StepPart::Backward { layer: self.layer_number(index) });
             self.read_ahead(layers.last())?;
+            let ctx = deferred.as_mut().map_or_else(|| ctx.clone(), |deferred| deferred.next_layer(&ctx));
             let (gradient, x) = self.backward_layer(chunk, index, layer_tape, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
             output_in_use.into_iter().for_each(|y| self.workspace.recycle(y));
-            self.zero.reduce(layer_unit(index), boundary)?;
+            if deferred.is_none() {
+                self.zero.reduce(layer_unit(index), boundary)?;
+            }
         }
         self.begin_part(StepPart::EmbeddingBackward);
         let unit = self.input_of(chunk).1;
@@ -88,6 +134,41 @@ impl Engine {
         self.flush_messages()?;
         [dx, output].into_iter().flatten().for_each(|tensor| self.workspace.recycle(tensor));
         unit.map_or(Ok(()), |unit| self.zero.reduce(unit, boundary))?;
+        match deferred {
+            None => self.end_backward(chunk, boundary),
+            Some(deferred) => {
+                deferred.boundary = boundary;
+                Ok(self.zero.finish_reductions()?)
+            }
+        }
+    }
+
+    /// Adds the gradients that [`backward_input`](Self::backward_input) has left, and reduces them.
+    pub(crate) fn backward_weights(&mut self, deferred: DeferredChunk) -> Result<(), EngineError> {
+        self.check_usable()?;
+        self.is_broken = true;
+        let DeferredChunk { chunk, boundary, layers } = deferred;
+        for (index, layer) in self.layers_of(chunk).rev().zip(layers) {
+            self.begin_part(StepPart::WeightBackward { layer: self.layer_number(index) });
+            self.add_deferred(index, &layer)?;
+            self.zero.reduce(layer_unit(index), boundary)?;
+        }
+        self.flush_messages()?;
+        self.end_backward(chunk, boundary)?;
+        self.is_broken = false;
+        Ok(())
+    }
+
+    fn add_deferred(&mut self, index: usize, layer: &DeferredGradients) -> Result<(), EngineError> {
+        let _layer = tracing::trace_span!("layer weight gradients", layer = index).entered();
+        let grads = self.zero.gradients(layer_unit(index))?;
+        let begin = self.timer.now()?;
+        layer.add_to(&grads, &self.workspace)?;
+        Ok(self.timer.add(Timed::BackwardOfPart(index), begin)?)
+    }
+
+    /// Completes the reductions of a chunk. At the `boundary`, its gradients are complete.
+    fn end_backward(&mut self, chunk: usize, boundary: bool) -> Result<(), EngineError> {
         self.zero.finish_reductions()?;
         if boundary && chunk == 0 {
             // Here, after all messages: the stages that share parameters wait for each other.

@@ -23,17 +23,25 @@ pub(crate) fn pipeline_schedule(config: &Config, micro_batches: usize) -> Result
 }
 
 /// Returns the share of a step in which a rank of the config's pipeline has nothing to compute, if all stages take as long for a micro
-/// batch: (p − 1) / (v·m + p − 1) with p ranks, v stages on each and m micro batches, for `gpipe` and `1f1b` alike. 0 without a pipeline.
+/// batch, and twice as long backward as forward. 0 without a pipeline.
+///
+/// It is (p − 1) / (v·m + p − 1) with p ranks, v stages on each and m micro batches, for `gpipe` and `1f1b` alike. With
+/// `zero_bubble` a rank is idle for b = max(p − 1, 2p − 1 − m) forward passes: b / (3m + b).
 pub(crate) fn pipeline_bubble(config: &Config) -> f64 {
-    let ranks = config.mesh.pp_size;
-    let passes = config.ulysses.pipeline.stages_per_rank(ranks) * config.gradient_accumulation_steps;
-    (ranks - 1) as f64 / (passes + ranks - 1) as f64
+    let (pipeline, ranks) = (&config.ulysses.pipeline, config.mesh.pp_size);
+    let passes = pipeline.stages_per_rank(ranks) * config.gradient_accumulation_steps;
+    let (idle, busy) = match pipeline.schedule {
+        PipelineSchedule::Gpipe | PipelineSchedule::OneForwardOneBackward => (ranks - 1, passes),
+        PipelineSchedule::ZeroBubble => ((ranks - 1).max((2 * ranks - 1).saturating_sub(passes)), 3 * passes),
+    };
+    idle as f64 / (busy + idle) as f64
 }
 
 fn schedule_kind(config: &Config) -> ScheduleKind {
     let pipeline = &config.ulysses.pipeline;
     match (pipeline.schedule, pipeline.stages_per_rank(config.mesh.pp_size)) {
         (PipelineSchedule::Gpipe, _) => ScheduleKind::GPipe,
+        (PipelineSchedule::ZeroBubble, _) => ScheduleKind::ZeroBubble,
         (PipelineSchedule::OneForwardOneBackward, 1) => ScheduleKind::OneForwardOneBackward,
         (PipelineSchedule::OneForwardOneBackward, num_chunks) => ScheduleKind::Interleaved { num_chunks },
     }

@@ -1,5 +1,6 @@
 //! The engine of one rank of a pipeline: the order of its passes, and what only all ranks know.
 
+use super::backward::DeferredChunk;
 use super::engine::{INPUT_UNIT, layer_unit};
 use super::times::StepPhase;
 use super::{Engine, EngineError, Loss};
@@ -12,6 +13,61 @@ use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// What the passes of micro batches leave for later ones.
+#[derive(Default)]
+pub(crate) struct InFlight {
+    /// Micro batches with chunks that are still to run forward.
+    batches: HashMap<usize, MicroBatch>,
+    /// By micro batch and chunk.
+    losses: HashMap<(usize, usize), Loss>,
+    deferred: HashMap<(usize, usize), DeferredChunk>,
+}
+
+impl InFlight {
+    fn run_forward(
+        &mut self,
+        engine: &mut Engine,
+        action: Action,
+        next_micro_batch: impl FnOnce() -> Result<MicroBatch, EngineError>,
+    ) -> Result<(), EngineError> {
+        let Action { micro_batch, chunk, .. } = action;
+        let batch = self.batches.remove(&micro_batch).map_or_else(next_micro_batch, Ok)?;
+        self.insert(action, engine.forward_chunk(&batch, chunk)?);
+        if chunk + 1 < engine.num_chunks() {
+            self.batches.insert(micro_batch, batch);
+        }
+        Ok(())
+    }
+
+    /// Keeps the result of a forward pass for the backward pass.
+    pub(crate) fn insert(&mut self, Action { micro_batch, chunk, .. }: Action, loss: Loss) {
+        self.losses.insert((micro_batch, chunk), loss);
+    }
+
+    /// Runs a backward pass, or its part.
+    pub(crate) fn run_backward(
+        &mut self,
+        engine: &mut Engine,
+        Action { pass, micro_batch, chunk }: Action,
+    ) -> Result<(), EngineError> {
+        let key = (micro_batch, chunk);
+        if pass == Pass::WeightBackward {
+            let deferred = self.deferred.remove(&key);
+            return engine.backward_weights(deferred.unwrap_or_else(|| unreachable!("its pass was before")));
+        }
+        let loss = self.losses.remove(&key).unwrap_or_else(|| unreachable!("its forward pass was before"));
+        if pass == Pass::InputBackward {
+            self.deferred.insert(key, engine.backward_input(loss)?);
+            return Ok(());
+        }
+        engine.backward(loss)
+    }
+
+    fn owes_gradients(&self) -> bool {
+        !self.deferred.is_empty()
+    }
+}
 
 impl Engine {
     /// Runs the micro batches of a step forward and backward: in turn, or in the order of the pipeline's schedule.
@@ -32,27 +88,19 @@ impl Engine {
         }
         let actions = pipeline.actions(micro_batches)?;
         let mut due = pipeline.due_messages(micro_batches)?.into_iter();
-        let mut batches: HashMap<usize, MicroBatch> = HashMap::new();
-        let mut losses: HashMap<(usize, usize), Loss> = HashMap::new();
-        for Action { micro_batch, chunk, .. } in actions {
+        let mut in_flight = InFlight::default();
+        let done = actions.into_iter().try_for_each(|action| {
             self.pipeline.iter_mut().for_each(|pipeline| pipeline.due = due.next());
-            match losses.remove(&(micro_batch, chunk)) {
-                None => {
-                    let batch = match batches.remove(&micro_batch) {
-                        Some(batch) => batch,
-                        None => next_micro_batch()?,
-                    };
-                    let loss =
-                        self.timed(StepPhase::Forward, |engine| engine.forward_chunk(&batch, chunk))?;
-                    losses.insert((micro_batch, chunk), loss);
-                    if chunk + 1 < self.num_chunks() {
-                        batches.insert(micro_batch, batch);
-                    }
-                }
-                Some(loss) => self.timed(StepPhase::Backward, |engine| engine.backward(loss))?,
+            match action.pass {
+                Pass::Forward => self.timed(StepPhase::Forward, |engine| {
+                    in_flight.run_forward(engine, action, &mut next_micro_batch)
+                }),
+                _ => self.timed(StepPhase::Backward, |engine| in_flight.run_backward(engine, action)),
             }
-        }
-        Ok(())
+        });
+        // After an error: without them, those that were added are incomplete.
+        self.is_broken |= in_flight.owes_gradients();
+        done
     }
 
     /// The passes of a step of so many micro batches, in order.

@@ -19,6 +19,11 @@ pub enum StepPart {
         /// Index of the layer.
         layer: usize,
     },
+    /// The gradients of a layer's weights, if they have a pass of their own.
+    WeightBackward {
+        /// Index of the layer.
+        layer: usize,
+    },
     /// The embedding's backward.
     EmbeddingBackward,
     /// Norm, clipping, update, and the all-gather of parameters.
@@ -32,6 +37,7 @@ impl fmt::Display for StepPart {
             Self::Forward { layer } => write!(f, "forward of layer {layer}"),
             Self::Head => f.write_str("LM head and loss"),
             Self::Backward { layer } => write!(f, "backward of layer {layer}"),
+            Self::WeightBackward { layer } => write!(f, "weight gradients of layer {layer}"),
             Self::EmbeddingBackward => f.write_str("embedding backward"),
             Self::Update => f.write_str("optimizer step"),
         }

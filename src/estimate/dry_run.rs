@@ -7,11 +7,11 @@ use crate::comm::fake::{FakeCollective, FakeGroup};
 use crate::comm::{PipelineGroups, ProcessGroup, RingGroups, ShardGroups, TensorGroups, TrainingGroups};
 use crate::config::{Config, PipelineSchedule};
 use crate::data::MicroBatch;
-use crate::engine::{Engine, EngineError, PartPeak, attention};
+use crate::engine::{Engine, EngineError, InFlight, PartPeak, attention};
 use crate::mesh::{DeviceMesh, PP_AXIS, TOKENS_AXIS, TP_AXIS};
 use crate::model::{Model, ModelError, WeightSource};
 use crate::nn::{MixerConfig, ParameterSpec};
-use crate::pipeline::Action;
+use crate::pipeline::{Action, Pass};
 use crate::placement::ledger::{self, LedgerGroup};
 use crate::zero::CheckpointPart;
 use candle_core::Device;
@@ -185,7 +185,9 @@ impl Workload {
             _ if pipeline.virtual_stages > 1 => Ok(others.max(5 * pp)),
             // A stage starts up to pp - 1 micro batches before its first backward pass, and ends as many after its last forward
             // pass.
-            PipelineSchedule::OneForwardOneBackward => Ok(others.max(2 * pp + 2)),
+            PipelineSchedule::OneForwardOneBackward | PipelineSchedule::ZeroBubble => {
+                Ok(others.max(2 * pp + 2))
+            }
             PipelineSchedule::Gpipe if micro_batches <= MAX_GPIPE_MICRO_BATCHES => Ok(micro_batches),
             PipelineSchedule::Gpipe => Err(EngineError::step_too_large(&self.config)),
         }
@@ -243,23 +245,21 @@ impl DryRank {
         };
         let more = (accumulation - num_run) / repeated.len();
         let times = |index: usize| if repeated.contains(&index) { 1 + more } else { 1 };
-        let (mut passes, mut started) = (Vec::new(), BTreeMap::new());
+        let (mut passes, mut in_flight, mut tables) = (Vec::new(), InFlight::default(), BTreeMap::new());
         for action in self.engine.passes(num_run)? {
-            let Action { micro_batch, chunk, .. } = action;
-            match started.remove(&(micro_batch, chunk)) {
-                None => {
-                    // Ids, labels and positions are not in tensors.
-                    let tokens = self.batch.batch_size * self.batch.seq_len_local();
-                    let table = || Allocation::on_host(tokens * (2 * size_of::<u32>() + size_of::<i64>()));
-                    let tables = (chunk == 0).then(table);
-                    self.begin(Phase::Forward);
-                    let loss = self.engine.forward_chunk(&self.batch, chunk)?;
-                    started.insert((micro_batch, chunk), (loss, tables));
-                }
-                Some((loss, _tables)) => {
-                    self.begin(Phase::Backward);
-                    self.engine.backward(loss)?;
-                }
+            let Action { pass, micro_batch, chunk } = action;
+            if pass == Pass::Forward {
+                // Ids, labels and positions are not in tensors.
+                let tokens = self.batch.batch_size * self.batch.seq_len_local();
+                let table = || Allocation::on_host(tokens * (2 * size_of::<u32>() + size_of::<i64>()));
+                tables.insert((micro_batch, chunk), (chunk == 0).then(table));
+                self.begin(Phase::Forward);
+                let loss = self.engine.forward_chunk(&self.batch, chunk)?;
+                in_flight.insert(action, loss);
+            } else {
+                let _tables = tables.remove(&(micro_batch, chunk));
+                self.begin(Phase::Backward);
+                in_flight.run_backward(&mut self.engine, action)?;
             }
             let (times, events) = (times(micro_batch) as u64, self.recorder.lock().take());
             passes.push(DryPass { action, times, events });

@@ -186,7 +186,9 @@ impl FitSearch {
 
 /// Returns the peak memory of forward and backward passes of layers.
 fn peak_of_layers(plan: &RankPlan) -> u64 {
-    let is_layer = |at: StepPart| matches!(at, StepPart::Forward { .. } | StepPart::Backward { .. });
+    let is_layer = |at: StepPart| {
+        matches!(at, StepPart::Forward { .. } | StepPart::Backward { .. } | StepPart::WeightBackward { .. })
+    };
     plan.timeline.iter().filter(|moment| is_layer(moment.at)).map(|moment| moment.bytes).max().unwrap_or(0)
 }
 

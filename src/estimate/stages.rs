@@ -89,8 +89,8 @@ impl Workload {
         Ok(equal)
     }
 
-    /// Returns the share of a step in which a pipeline stage has nothing to compute, if all stages take as long for a micro batch:
-    /// (p − 1) / (v·m + p − 1) with p ranks, v stages on each and m micro batches. 0 without a pipeline.
+    /// Returns the share of a step in which a pipeline stage has nothing to compute, if all stages take as long for a micro batch;
+    /// 0 without a pipeline.
     pub fn pipeline_bubble(&self) -> f64 {
         pipeline_bubble(&self.config)
     }
@@ -100,26 +100,32 @@ impl Workload {
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::estimate::event::Purpose;
+    use crate::estimate::event::{Event, Purpose};
     use crate::model::{preset, shape};
+    use crate::pipeline::Pass;
     use serde_json::json;
     use ulysses_kernels::device::DeviceKind;
+    use ulysses_kernels::device::dry::MatmulOp;
 
     /// The plans of the stages of `nano` with four layers on four stages, with 8 micro batches of one sequence of 64 tokens.
     fn stages(schedule: &str, sp: usize) -> Vec<StagePlan> {
+        let workload = pipelined(schedule, sp);
+        let schedule = pipeline_schedule(&workload.config, 8).unwrap();
+        assert!((workload.pipeline_bubble() - schedule.check().unwrap().idle).abs() < 1e-12);
+        let plans = workload.stage_plans().unwrap();
+        let largest = plans.iter().map(|stage| stage.plan.peak_bytes).max();
+        assert_eq!(Some(workload.plan().unwrap().peak_bytes), largest);
+        plans
+    }
+
+    fn pipelined(schedule: &str, sp: usize) -> Workload {
         let config = json!({
             "train_batch_size": 8, "gradient_accumulation_steps": 8, "pipeline_parallel_size": 4, "mesh_param": [1, sp],
             "ulysses": { "seq_len": 64, "pipeline": { "schedule": schedule } },
         });
         let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
         let model = preset("nano").unwrap().with_num_layers(4);
-        let workload =
-            Workload { config, model, document_len: None, ranks_per_node: 2, device: DeviceKind::Cpu };
-        assert!((workload.pipeline_bubble() - 3.0 / 11.0).abs() < 1e-12);
-        let plans = workload.stage_plans().unwrap();
-        let largest = plans.iter().map(|stage| stage.plan.peak_bytes).max();
-        assert_eq!(Some(workload.plan().unwrap().peak_bytes), largest);
-        plans
+        Workload { config, model, document_len: None, ranks_per_node: 2, device: DeviceKind::Cpu }
     }
 
     fn staged(pp: usize, ulysses: serde_json::Value) -> Workload {
@@ -198,5 +204,27 @@ mod tests {
         assert!(of_micro_batch > 64 * 64 * 4, "{in_turn:?}");
         assert_eq!(gpipe[1], gpipe[2]);
         assert!(gpipe[1] - in_turn[1] >= 4 * of_micro_batch, "{gpipe:?} and {in_turn:?}");
+        // Later stages have operands of weights' gradients in memory instead of whole micro batches.
+        let zero_bubble = peaks("zero_bubble");
+        assert!(zero_bubble[2] > in_turn[2] && zero_bubble[2] < gpipe[2], "{zero_bubble:?} and {in_turn:?}");
+    }
+
+    #[test]
+    fn linear_weights_have_their_gradients_in_a_pass_of_their_own() {
+        let workload = pipelined("zero_bubble", 1);
+        let mesh = workload.mesh().unwrap();
+        let step = workload.first_step(&mesh, mesh.ranks()[1]).unwrap();
+        let flops = |of: Pass| -> f64 {
+            let passes = step.passes.iter().filter(|pass| pass.action.pass == of);
+            let events = passes.flat_map(|pass| &pass.events);
+            let linear = events.filter_map(|event| match event {
+                Event::Compute(work) if work.op == MatmulOp::Linear => Some(work.flops),
+                _ => None,
+            });
+            linear.sum()
+        };
+        let forward = flops(Pass::Forward);
+        assert!(forward > 0.0);
+        assert_eq!([flops(Pass::InputBackward), flops(Pass::WeightBackward)], [forward; 2]);
     }
 }

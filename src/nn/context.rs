@@ -1,7 +1,10 @@
 //! Context shared by the layers of one micro batch.
 
 use super::head_exchange::WholeHeads;
-use super::{ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, LayerError, TokenExchange};
+use super::{
+    DeferredGradients, ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, LayerError,
+    TokenExchange,
+};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -107,6 +110,7 @@ pub struct LayerContext {
     overlaps_exchange: bool,
     token_exchange: Option<Arc<dyn TokenExchange>>,
     head_exchange: Arc<dyn HeadExchange>,
+    deferred_gradients: Option<Arc<DeferredGradients>>,
 }
 
 impl LayerContext {
@@ -124,6 +128,7 @@ impl LayerContext {
             overlaps_exchange: false,
             token_exchange: None,
             head_exchange: Arc::new(WholeHeads),
+            deferred_gradients: None,
         }
     }
 
@@ -233,6 +238,17 @@ impl LayerContext {
     /// Whether the operands of the next and the results of the previous head chunk travel while one is attended.
     pub fn overlaps_exchange(&self) -> bool {
         self.overlaps_exchange && self.tiling.head_chunks > 1
+    }
+
+    /// Leaves the gradients of the weights of linear layers to a later pass; by default the backward pass computes them.
+    #[must_use]
+    pub fn with_deferred_gradients(self, deferred_gradients: Arc<DeferredGradients>) -> Self {
+        Self { deferred_gradients: Some(deferred_gradients), ..self }
+    }
+
+    /// Where a module leaves the gradients of the weights of its linear layers, if a later pass computes them.
+    pub fn deferred_gradients(&self) -> Option<&DeferredGradients> {
+        self.deferred_gradients.as_deref()
     }
 
     /// Iterates over the tokens of all sequences, `0..batch · seq_local`, in tiles of

@@ -102,6 +102,11 @@ impl Parameter {
     fn index(self) -> usize {
         self.0.get() as usize - 1
     }
+
+    /// The parameter's gradient among those of its layer; `None` if the parameter is frozen.
+    pub(super) fn gradient_in(self, grads: &[Option<Tensor>]) -> Option<&Tensor> {
+        grads[self.index()].as_ref()
+    }
 }
 
 /// The parameters of a layer, to which its modules add theirs.
@@ -234,7 +239,7 @@ pub struct BackwardPass<'a> {
 impl<'a> BackwardPass<'a> {
     /// The gradient of a parameter, to be added to; `None` if the parameter is frozen.
     pub fn gradient(&self, parameter: Parameter) -> Option<&'a Tensor> {
-        self.grads[parameter.index()].as_ref()
+        parameter.gradient_in(self.grads)
     }
 
     /// The micro batch, and the services for it.

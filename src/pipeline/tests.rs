@@ -84,8 +84,10 @@ fn every_schedule_ends_with_the_idle_time_of_its_formula() {
         let (p, m) = (ranks as f64, micro_batches as f64);
         let expected = match kind {
             ScheduleKind::Interleaved { num_chunks } => (p - 1.0) / (num_chunks as f64 * m + p - 1.0),
-            ScheduleKind::ZeroBubble if micro_batches >= ranks => (p - 1.0) / (3.0 * m + p - 1.0),
-            ScheduleKind::ZeroBubble => return,
+            ScheduleKind::ZeroBubble => {
+                let idle = f64::max(p - 1.0, 2.0 * p - 1.0 - m);
+                idle / (3.0 * m + idle)
+            }
             _ => (p - 1.0) / (m + p - 1.0),
         };
         assert!(

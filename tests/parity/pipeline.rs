@@ -112,23 +112,66 @@ fn recomputation_offload_tiles_and_other_families_change_nothing() {
     check_each(&problems, 2e-5);
 }
 
+/// Weights of every kind: `[out, in]` and `[in, out]`, parts of one parameter, of attention, linear attention and convolutions;
+/// in tiles, in head chunks, and recomputed.
+#[test]
+fn gradients_of_weights_may_have_a_pass_of_their_own() {
+    let zero_bubble = |ulysses: serde_json::Value| {
+        let mut extra = json!({ "ulysses": { "pipeline": { "schedule": "zero_bubble" } } });
+        extra["ulysses"].as_object_mut().unwrap().extend(ulysses.as_object().unwrap().clone());
+        extra
+    };
+    let of = |family, ulysses| {
+        let tie_word_embeddings = matches!(family, Family::Gemma3 | Family::Gpt2 | Family::Lfm2);
+        let sliding_window = (family == Family::Gemma3).then_some(5);
+        let partial_rotary_factor = if family == Family::Qwen35 { 0.5 } else { CONFIG.partial_rotary_factor };
+        let (num_heads, num_kv_heads) = match family {
+            Family::Gpt2 | Family::GptNeoX => (6, 6),
+            _ => (CONFIG.num_heads, CONFIG.num_kv_heads),
+        };
+        let config = ReferenceConfig {
+            family,
+            tie_word_embeddings,
+            sliding_window,
+            num_layers: 3,
+            partial_rotary_factor,
+            num_heads,
+            num_kv_heads,
+            ..CONFIG
+        };
+        Problem { clip: Some(0.25), extra: zero_bubble(ulysses), ..problem(config, packed_batch()) }
+    };
+    let problems = [
+        of(Family::Llama, json!({})),
+        of(Family::Gemma3, json!({ "activation_checkpointing": true, "head_chunks": 2 })),
+        of(Family::Gpt2, json!({ "tile_tokens": 3 })),
+        of(Family::GptNeoX, json!({ "activation_checkpointing": true })),
+        of(Family::Qwen35, json!({})),
+        of(Family::Lfm2, json!({ "activation_checkpointing": true })),
+    ];
+    check_each(&problems, 5e-5);
+}
+
 #[test]
 fn schedules_and_divisions_of_layers_give_the_same_bits() {
-    let run = |pipeline: serde_json::Value| {
+    let run = |pipeline: serde_json::Value, stage: u8| {
         let extra = json!({ "ulysses": { "pipeline": pipeline } });
         let problem = Problem { extra, ..tied(Rule::AdamW(ADAMW), Some(0.25)) };
-        let outcome = problem.run(Layout { accumulation: 4, ..on_pp([2, 1, 2, 1], 2) }).unwrap();
+        let outcome = problem.run(Layout { accumulation: 4, ..on_pp([2, 1, 2, 1], stage) }).unwrap();
         by_name(&outcome.gradients)
     };
-    let expected = run(json!({ "schedule": "1f1b" }));
+    let expected = run(json!({ "schedule": "1f1b" }), 2);
     for pipeline in [
         json!({ "schedule": "gpipe" }),
         json!({ "layers_per_stage": [1, 4] }),
         json!({ "virtual_stages": 2 }),
         json!({ "virtual_stages": 2, "layers_per_stage": [1, 2, 1, 1] }),
     ] {
-        assert_all_close(&pipeline.to_string(), &run(pipeline.clone()), &expected, 0.0);
+        assert_all_close(&pipeline.to_string(), &run(pipeline.clone(), 2), &expected, 0.0);
     }
+    // From stage 2 on, norms of several micro batches are reduced together.
+    let expected = run(json!({ "schedule": "1f1b" }), 1);
+    assert_all_close("zero bubble", &run(json!({ "schedule": "zero_bubble" }), 1), &expected, 0.0);
 }
 
 /// There a message waits for both of its ranks, and their later ones wait for it.
@@ -141,6 +184,7 @@ fn stages_do_not_wait_for_each_other_on_one_stream() {
     for (pipeline, mesh, accumulation) in [
         (json!({ "schedule": "gpipe" }), [3, 1, 1, 1], 4),
         (json!({ "schedule": "1f1b" }), [3, 1, 2, 1], 4),
+        (json!({ "schedule": "zero_bubble" }), [3, 1, 1, 2], 4),
         (json!({ "virtual_stages": 2 }), [2, 2, 1, 1], 4),
         (json!({ "virtual_stages": 2 }), [3, 1, 1, 2], 3),
         (json!({ "virtual_stages": 3 }), [2, 1, 1, 1], 2),

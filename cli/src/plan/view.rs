@@ -50,7 +50,9 @@ fn flops_per_token(report: &Report) -> f64 {
 /// Returns first and last layer, everything outside of layers, and the peak.
 fn shown_moments(Candidate { plan, .. }: &Candidate) -> Vec<&MomentMemory> {
     let layer = |moment: &MomentMemory| match moment.at {
-        StepPart::Forward { layer } | StepPart::Backward { layer } => Some(layer),
+        StepPart::Forward { layer } | StepPart::Backward { layer } | StepPart::WeightBackward { layer } => {
+            Some(layer)
+        }
         _ => None,
     };
     let layers = || plan.timeline.iter().filter_map(layer);

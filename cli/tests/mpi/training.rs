@@ -71,7 +71,7 @@ fn the_memory_of_a_rank_does_not_grow() {
 fn stages_of_a_pipeline_are_what_threads_do() {
     let place = Workplace::new();
     for (mesh, stage, pipeline) in [
-        ("pp=4,dp=1,sp=1", 0, json!({ "schedule": "1f1b" })),
+        ("pp=4,dp=1,sp=1", 1, json!({ "schedule": "zero_bubble" })),
         ("pp=2,dp=1,sp=2", 2, json!({ "virtual_stages": 2 })),
     ] {
         let config = json!({

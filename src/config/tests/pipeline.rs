@@ -104,6 +104,7 @@ fn virtual_stages_need_groups_of_micro_batches_and_a_schedule_that_has_them() {
             "needs micro batches in groups of pp 2, but there are 1 (`gradient_accumulation_steps`)",
         ),
         (4, format!(r#"{two}, "schedule": "gpipe""#), "the schedule \"gpipe\" has one stage per rank"),
+        (4, format!(r#"{two}, "schedule": "zero_bubble""#), "\"zero_bubble\" has one stage per rank"),
         (
             4,
             format!(r#"{two}, "layers_per_stage": [3, 2]"#),
@@ -128,8 +129,9 @@ fn schedules_are_named_and_others_refused() {
         PipelineSchedule::OneForwardOneBackward
     );
     assert_eq!(schedule("gpipe").unwrap(), PipelineSchedule::Gpipe);
-    let refused = schedule("zero_bubble").unwrap_err().to_string();
-    assert!(refused.contains("one of \"gpipe\", \"1f1b\""), "{refused}");
+    assert_eq!(schedule("zero_bubble").unwrap(), PipelineSchedule::ZeroBubble);
+    let refused = schedule("zbv").unwrap_err().to_string();
+    assert!(refused.contains("one of \"gpipe\", \"1f1b\", \"zero_bubble\""), "{refused}");
 }
 
 #[test]

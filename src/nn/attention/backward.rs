@@ -259,7 +259,7 @@ impl AttentionBackward<'_> {
         let forward = &pass.forward;
         let parts = [(&module.q, &chunk.q), (&module.k, &chunk.kv), (&module.v, &chunk.kv)];
         let rows = parts.map(|(projection, heads)| {
-            Ok((projection.rows(heads, forward)?, projection.gradient_rows(heads, pass)?))
+            Ok((projection.rows(heads, forward)?, projection.gradient_rows(heads, pass)))
         });
         let rows = rows.into_iter().collect::<Result<Vec<_>, LayerError>>()?;
         for tile in forward.ctx.token_tiles() {
@@ -268,7 +268,7 @@ impl AttentionBackward<'_> {
             let dx = token_rows(dnormed, &tile)?;
             for (index, (dy, (weights, gradients))) in dqkv.iter().zip(&rows).enumerate() {
                 let dy = token_rows(dy, &tile)?;
-                gradients.add(&dy, &normed, forward.workspace())?;
+                gradients.add(&dy, &normed)?;
                 weights.backward_input(&dy, &dx, accumulates || index > 0)?;
             }
             recycle_unless(normed, &x, forward);
@@ -281,6 +281,6 @@ impl AttentionBackward<'_> {
     fn add_o_gradient(&self, chunk: &HeadChunk, out: &Tensor) -> Result<(), LayerError> {
         let Self { module, dy, pass, .. } = self;
         let gradients = module.o.gradient_columns(&module.o_inputs(chunk), pass);
-        gradients.add(dy, &out.flatten_from(2)?, pass.forward.workspace())
+        gradients.add(dy, &out.flatten_from(2)?)
     }
 }

@@ -79,11 +79,11 @@ impl HeadProjection {
     }
 
     /// The gradients of [`rows`](Self::rows).
-    pub(super) fn gradient_rows(
+    pub(super) fn gradient_rows<'a>(
         &self,
         heads: &Range<usize>,
-        pass: &BackwardPass<'_>,
-    ) -> Result<LinearGradients, LayerError> {
+        pass: &BackwardPass<'a>,
+    ) -> LinearGradients<'a> {
         self.linear.gradient_rows(&self.range(heads), pass)
     }
 

@@ -7,7 +7,7 @@ mod rows;
 
 pub(crate) use bias::{add_bias, add_bias_gradient};
 use outputs::{Outputs, Part};
-pub(super) use rows::{LinearGradients, LinearRows};
+pub(super) use rows::{LinearGradients, LinearRows, WeightPart};
 
 use super::{BackwardPass, ForwardPass, Init, LayerError, Parameter, ParameterList};
 use candle_core::Tensor;
@@ -210,7 +210,7 @@ impl Linear {
         x: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
-        self.gradient_rows(&(0..self.num_outputs()), pass)?.add(dy, x, pass.ctx().workspace())
+        self.gradient_rows(&(0..self.num_outputs()), pass).add(dy, x)
     }
 
     /// The layer with some of its outputs.
@@ -225,17 +225,17 @@ impl Linear {
     }
 
     /// The gradients of [`rows`](Self::rows).
-    pub(super) fn gradient_rows(
+    pub(super) fn gradient_rows<'a>(
         &self,
         range: &Range<usize>,
-        pass: &BackwardPass<'_>,
-    ) -> Result<LinearGradients, LayerError> {
-        let weight = pass.gradient(self.weight);
-        let weight = weight.map(|gradient| Part::new(gradient, self.layout, self.outputs.part(range)));
+        pass: &BackwardPass<'a>,
+    ) -> LinearGradients<'a> {
         let bias =
             self.bias.and_then(|bias| Some((pass.gradient(bias.parameter)?, bias.outputs.part(range))));
         let bias = bias.map(|(gradient, outputs)| Part::for_bias(gradient, outputs));
-        Ok(LinearGradients { weight, layout: self.layout, bias })
+        let layout = self.layout;
+        let part = WeightPart { layout, divided: layout, range: self.outputs.part(range) };
+        LinearGradients { weight: self.weight, part, bias, pass: *pass }
     }
 
     /// The layer with some of its inputs, without its bias.
@@ -250,11 +250,14 @@ impl Linear {
     }
 
     /// The gradients of [`columns`](Self::columns).
-    pub(super) fn gradient_columns(&self, inputs: &Range<usize>, pass: &BackwardPass<'_>) -> LinearGradients {
-        let inputs = Outputs::adjacent(inputs.clone());
-        let weight = pass.gradient(self.weight);
-        let weight = weight.map(|gradient| Part::new(gradient, self.layout.transposed(), inputs));
-        LinearGradients { weight, layout: self.layout, bias: None }
+    pub(super) fn gradient_columns<'a>(
+        &self,
+        inputs: &Range<usize>,
+        pass: &BackwardPass<'a>,
+    ) -> LinearGradients<'a> {
+        let (layout, range) = (self.layout, Outputs::adjacent(inputs.clone()));
+        let part = WeightPart { layout, divided: layout.transposed(), range };
+        LinearGradients { weight: self.weight, part, bias: None, pass: *pass }
     }
 
     /// Adds the bias, if there is one, to the outputs that the weights are still to be added to.

@@ -1,8 +1,8 @@
 //! A linear layer with some of its outputs, or of its inputs.
 
-use super::outputs::Part;
+use super::outputs::{Outputs, Part};
 use super::{WeightLayout, add_bias, add_bias_gradient};
-use crate::nn::LayerError;
+use crate::nn::{BackwardPass, LayerError, Parameter};
 use candle_core::Tensor;
 use ulysses_kernels::{Workspace, linear};
 
@@ -16,10 +16,21 @@ pub(in crate::nn) struct LinearRows {
 }
 
 /// The gradients of [`LinearRows`], unless they are frozen.
-pub(in crate::nn) struct LinearGradients {
-    pub(super) weight: Option<Part>,
-    pub(super) layout: WeightLayout,
+pub(in crate::nn) struct LinearGradients<'a> {
+    pub(super) weight: Parameter,
+    pub(super) part: WeightPart,
     pub(super) bias: Option<Part>,
+    pub(super) pass: BackwardPass<'a>,
+}
+
+/// Some outputs or inputs within a weight.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::nn) struct WeightPart {
+    /// Of the weight.
+    pub(super) layout: WeightLayout,
+    /// The layout whose outputs are `range`: transposed, if that is some inputs.
+    pub(super) divided: WeightLayout,
+    pub(super) range: Outputs,
 }
 
 impl LinearRows {
@@ -57,17 +68,34 @@ impl LinearRows {
     }
 }
 
-impl LinearGradients {
+impl LinearGradients<'_> {
     /// As [`Linear::backward_weight`](super::Linear::backward_weight).
-    pub(in crate::nn) fn add(&self, dy: &Tensor, x: &Tensor, ws: &Workspace) -> Result<(), LayerError> {
+    pub(in crate::nn) fn add(&self, dy: &Tensor, x: &Tensor) -> Result<(), LayerError> {
+        let ctx = self.pass.ctx();
+        let ws = ctx.workspace();
         if let Some(bias) = &self.bias {
             bias.add(|dbias| add_bias_gradient(dy, dbias, ws), ws)?;
         }
-        let Some(weight) = &self.weight else { return Ok(()) };
+        let Some(gradient) = self.pass.gradient(self.weight) else { return Ok(()) };
+        match ctx.deferred_gradients() {
+            Some(deferred) => deferred.defer((self.weight, self.part), [dy, x], ws),
+            None => self.part.add_product(gradient, [dy, x], ws),
+        }
+    }
+}
+
+impl WeightPart {
+    /// Adds dyᵀ·x to this part of the weight's gradient.
+    pub(in crate::nn) fn add_product(
+        self,
+        gradient: &Tensor,
+        [dy, x]: [&Tensor; 2],
+        ws: &Workspace,
+    ) -> Result<(), LayerError> {
         let add = |dweight: &Tensor| match self.layout {
             WeightLayout::OutIn => Ok(linear::backward_weight(dy, x, dweight)?),
             WeightLayout::InOut => Ok(linear::backward_weight(x, dy, dweight)?),
         };
-        weight.add(add, ws)
+        Part::new(gradient, self.divided, self.range).add(add, ws)
     }
 }

@@ -25,7 +25,16 @@ pub(super) fn cases() -> Vec<Case> {
     let three = json!({ "gradient_accumulation_steps": 3 });
     let interleaved =
         json!({ "gradient_accumulation_steps": 4, "ulysses": { "pipeline": { "virtual_stages": 2 } } });
+    let zero_bubble = |extra: Value| {
+        let mut config = json!({ "ulysses": { "pipeline": { "schedule": "zero_bubble" } }, "gradient_accumulation_steps": 3 });
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    let tp = json!({ "tensor_parallel_size": 2 });
     vec![
+        case("pp 2, tied, zero bubble", tied(tiny(4, 2)), (2, 1), 24, of(2, 1, zero_bubble(json!({})))),
+        case("pp 3, 1 x 2, stage 2, zero bubble", tiny(4, 2), (1, 2), 25, of(3, 2, zero_bubble(json!({})))),
+        case("pp 2, 2 x 1, stage 3, tp, zero bubble", tiny(8, 4), (2, 1), 24, of(2, 3, zero_bubble(tp))),
         case("pp 2", tiny(4, 2), (1, 1), 24, of(2, 0, json!({}))),
         case("pp 3, tied, 2 x 1, stage 3", tied(tiny(4, 2)), (2, 1), 24, of(3, 3, clipped)),
         case("pp 2, tied, 1 x 2, stage 1", tied(tiny(8, 4)), (1, 2), 25, of(2, 1, json!({}))),
