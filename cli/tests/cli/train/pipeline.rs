@@ -88,19 +88,20 @@ fn stages_are_planned_and_stay_in_suggested_meshes() {
     assert!([of_direction, 2 * of_direction].contains(&sent), "{sent} and {of_direction}");
     let meshes = staged["meshes"].as_array().unwrap();
     assert!(meshes.len() > 1 && meshes.iter().all(|mesh| mesh["pp"] == 4), "{meshes:?}");
-    let text = place.run(&[
-        "plan",
-        "c.json",
-        "--model",
-        "llama3-8b",
-        "--seq-len",
-        "4096",
-        "--mesh",
-        "pp=4,dp=2,sp=2",
-    ]);
-    for part in ["mesh    pp 4 × dp 2 × sp 2, ", "pipeline of 4 stages, schedule 1f1b: 27.3 %", "26 to 31"]
-    {
-        assert!(text.assert_done().stdout.contains(part), "{}", text.stdout);
+    for (schedule, parts) in [
+        ("1f1b", ["mesh    pp 4 × dp 2 × sp 2, ", "schedule 1f1b: 27.3 %", "26 to 31", "passes (B)"]),
+        (
+            "zero_bubble",
+            ["schedule zero_bubble: 11.1 %", "weight gradients of layer", "W: of weights", " I0 W0 "],
+        ),
+    ] {
+        let schedule = format!("ulysses.pipeline.schedule={schedule}");
+        let flags =
+            ["--model", "llama3-8b", "--seq-len", "4096", "--mesh", "pp=4,dp=2,sp=2", "--set", &schedule];
+        let text = place.run(&[&["plan", "c.json"], &flags[..]].concat());
+        for part in parts {
+            assert!(text.assert_done().stdout.contains(part), "{part}: {}", text.stdout);
+        }
     }
 }
 
