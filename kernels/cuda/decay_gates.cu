@@ -16,7 +16,10 @@ __device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.0f) + log
 struct Limits {
     float least, most;
 
-    __device__ __forceinline__ float clamp(float step) const { return fminf(fmaxf(step, least), most); }
+    // NaN stays NaN, which fmaxf would drop.
+    __device__ __forceinline__ float clamp(float step) const {
+        return step < least ? least : step > most ? most : step;
+    }
 };
 
 // g = −exp(a_log) · clamp(softplus(a + dt_bias)), beta = σ(b), or the clamped time step without b

@@ -47,12 +47,10 @@ impl Engine {
     /// As [`backward`](Self::backward) of one chunk, but leaves the products for gradients of weights to
     /// [`backward_weights`](Self::backward_weights). Those of one chunk must follow in the same order.
     pub(crate) fn backward_input(&mut self, loss: Loss) -> Result<DeferredChunk, EngineError> {
-        let Loss { mut local, tapes } = loss;
-        let mut deferred = DeferredChunk::default();
-        for tape in tapes {
-            deferred.chunk = tape.chunk;
-            self.backward_chunk(&mut local, tape, Some(&mut deferred))?;
-        }
+        let Loss { mut local, mut tapes } = loss;
+        let (Some(tape), true) = (tapes.pop(), tapes.is_empty()) else { unreachable!("of one chunk") };
+        let mut deferred = DeferredChunk { chunk: tape.chunk, ..DeferredChunk::default() };
+        self.backward_chunk(&mut local, tape, Some(&mut deferred))?;
         Ok(deferred)
     }
 
@@ -85,7 +83,7 @@ impl Engine {
             self.accumulation.add(std::mem::take(local), tape.batch_hash, tape.tokens, weight);
         }
         let boundary = self.accumulation.backward_passes(chunk) + 1 == accumulation;
-        self.backward_pass(tape, (scale, boundary), deferred)?;
+        self.backward_pass(tape, scale, boundary, deferred)?;
         self.accumulation.count_backward_pass(chunk);
         self.is_broken = false;
         Ok(())
@@ -95,7 +93,8 @@ impl Engine {
     fn backward_pass(
         &mut self,
         tape: Tape,
-        (scale, boundary): (f32, bool),
+        scale: f32,
+        boundary: bool,
         mut deferred: Option<&mut DeferredChunk>,
     ) -> Result<(), EngineError> {
         let Tape { chunk, ctx, input, mut layers, hidden, objective, .. } = tape;
@@ -116,8 +115,10 @@ impl Engine {
             output.take().into_iter().for_each(|y| self.workspace.recycle(y));
             self.begin_part(StepPart::Backward { layer: self.layer_number(index) });
             self.read_ahead(layers.last())?;
-            let ctx = deferred.as_mut().map_or_else(|| ctx.clone(), |deferred| deferred.next_layer(&ctx));
-            let (gradient, x) = self.backward_layer(chunk, index, layer_tape, dx, &ctx)?;
+            let defers = self.model.layers[index].defers_gradients();
+            let own = deferred.as_mut().map(|deferred| deferred.next_layer(&ctx)).filter(|_| defers);
+            let (gradient, x) =
+                self.backward_layer(chunk, index, layer_tape, dx, own.as_ref().unwrap_or(&ctx))?;
             (dx, output) = (gradient, Some(x));
             output_in_use.into_iter().for_each(|y| self.workspace.recycle(y));
             if deferred.is_none() {

@@ -47,7 +47,7 @@ pub use parallel_plan::divide_model;
 pub use parameter_groups::check_parameter_groups;
 pub(crate) use pipeline::{pipeline_bubble, pipeline_schedule};
 pub use report::{Passes, StepReport};
-pub(crate) use stages::InFlight;
+pub(crate) use stages::OpenPasses;
 pub use state::RunRecord;
 pub use step_part::StepPart;
 pub use times::{PartTimes, PhaseTimes, StepTimes};

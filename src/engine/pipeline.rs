@@ -23,7 +23,7 @@ pub(crate) fn pipeline_schedule(config: &Config, micro_batches: usize) -> Result
 }
 
 /// Returns the share of a step in which a rank of the config's pipeline has nothing to compute, if all stages take as long for a micro
-/// batch, and twice as long backward as forward. 0 without a pipeline.
+/// batch, and a forward pass as long as each half of a backward pass, without recomputation. 0 without a pipeline.
 ///
 /// It is (p − 1) / (v·m + p − 1) with p ranks, v stages on each and m micro batches, for `gpipe` and `1f1b` alike. With
 /// `zero_bubble` a rank is idle for b = max(p − 1, 2p − 1 − m) forward passes: b / (3m + b).

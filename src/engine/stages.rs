@@ -14,9 +14,9 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What the passes of micro batches leave for later ones.
+/// The state between the passes of micro batches.
 #[derive(Default)]
-pub(crate) struct InFlight {
+pub(crate) struct OpenPasses {
     /// Micro batches with chunks that are still to run forward.
     batches: HashMap<usize, MicroBatch>,
     /// By micro batch and chunk.
@@ -24,7 +24,7 @@ pub(crate) struct InFlight {
     deferred: HashMap<(usize, usize), DeferredChunk>,
 }
 
-impl InFlight {
+impl OpenPasses {
     fn run_forward(
         &mut self,
         engine: &mut Engine,
@@ -88,18 +88,18 @@ impl Engine {
         }
         let actions = pipeline.actions(micro_batches)?;
         let mut due = pipeline.due_messages(micro_batches)?.into_iter();
-        let mut in_flight = InFlight::default();
+        let mut open = OpenPasses::default();
         let done = actions.into_iter().try_for_each(|action| {
             self.pipeline.iter_mut().for_each(|pipeline| pipeline.due = due.next());
             match action.pass {
                 Pass::Forward => self.timed(StepPhase::Forward, |engine| {
-                    in_flight.run_forward(engine, action, &mut next_micro_batch)
+                    open.run_forward(engine, action, &mut next_micro_batch)
                 }),
-                _ => self.timed(StepPhase::Backward, |engine| in_flight.run_backward(engine, action)),
+                _ => self.timed(StepPhase::Backward, |engine| open.run_backward(engine, action)),
             }
         });
         // After an error: without them, those that were added are incomplete.
-        self.is_broken |= in_flight.owes_gradients();
+        self.is_broken |= open.owes_gradients();
         done
     }
 

@@ -7,7 +7,7 @@ use crate::comm::fake::{FakeCollective, FakeGroup};
 use crate::comm::{PipelineGroups, ProcessGroup, RingGroups, ShardGroups, TensorGroups, TrainingGroups};
 use crate::config::{Config, PipelineSchedule};
 use crate::data::MicroBatch;
-use crate::engine::{Engine, EngineError, InFlight, PartPeak, attention};
+use crate::engine::{Engine, EngineError, OpenPasses, PartPeak, attention};
 use crate::mesh::{DeviceMesh, PP_AXIS, TOKENS_AXIS, TP_AXIS};
 use crate::model::{Model, ModelError, WeightSource};
 use crate::nn::{MixerConfig, ParameterSpec};
@@ -245,7 +245,7 @@ impl DryRank {
         };
         let more = (accumulation - num_run) / repeated.len();
         let times = |index: usize| if repeated.contains(&index) { 1 + more } else { 1 };
-        let (mut passes, mut in_flight, mut tables) = (Vec::new(), InFlight::default(), BTreeMap::new());
+        let (mut passes, mut open, mut tables) = (Vec::new(), OpenPasses::default(), BTreeMap::new());
         for action in self.engine.passes(num_run)? {
             let Action { pass, micro_batch, chunk } = action;
             if pass == Pass::Forward {
@@ -255,11 +255,11 @@ impl DryRank {
                 tables.insert((micro_batch, chunk), (chunk == 0).then(table));
                 self.begin(Phase::Forward);
                 let loss = self.engine.forward_chunk(&self.batch, chunk)?;
-                in_flight.insert(action, loss);
+                open.insert(action, loss);
             } else {
                 let _tables = tables.remove(&(micro_batch, chunk));
                 self.begin(Phase::Backward);
-                in_flight.run_backward(&mut self.engine, action)?;
+                open.run_backward(&mut self.engine, action)?;
             }
             let (times, events) = (times(micro_batch) as u64, self.recorder.lock().take());
             passes.push(DryPass { action, times, events });

@@ -89,8 +89,8 @@ impl Workload {
         Ok(equal)
     }
 
-    /// Returns the share of a step in which a pipeline stage has nothing to compute, if all stages take as long for a micro batch;
-    /// 0 without a pipeline.
+    /// Returns the share of a step in which a pipeline stage has nothing to compute, if all stages take as long for a micro batch
+    /// and a forward pass as long as each half of a backward pass; 0 without a pipeline.
     pub fn pipeline_bubble(&self) -> f64 {
         pipeline_bubble(&self.config)
     }

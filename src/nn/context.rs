@@ -240,14 +240,15 @@ impl LayerContext {
         self.overlaps_exchange && self.tiling.head_chunks > 1
     }
 
-    /// Leaves the gradients of the weights of linear layers to a later pass; by default the backward pass computes them.
+    /// Leaves the gradients of the weights of linear layers to a later pass; by default the backward pass computes them. For a
+    /// layer that [`defers_gradients`](super::Layer::defers_gradients).
     #[must_use]
     pub fn with_deferred_gradients(self, deferred_gradients: Arc<DeferredGradients>) -> Self {
         Self { deferred_gradients: Some(deferred_gradients), ..self }
     }
 
     /// Where a module leaves the gradients of the weights of its linear layers, if a later pass computes them.
-    pub fn deferred_gradients(&self) -> Option<&DeferredGradients> {
+    pub(super) fn deferred_gradients(&self) -> Option<&DeferredGradients> {
         self.deferred_gradients.as_deref()
     }
 

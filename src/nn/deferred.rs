@@ -1,9 +1,10 @@
 //! Gradients of weights that a later pass computes.
 
+use super::LayerError;
 use super::linear::WeightPart;
-use super::{LayerError, Parameter};
 use candle_core::{DType, Tensor};
 use parking_lot::Mutex;
+use ulysses_kernels::device::dry;
 use ulysses_kernels::{Workspace, strided_copy};
 
 /// The products of a layer's backward pass that are still to be added to the gradients of its linear layers: the schedule
@@ -18,23 +19,31 @@ pub struct DeferredGradients {
 
 /// `dweight += dyᵀ·x`, of a part of a weight.
 struct WeightProduct {
-    weight: Parameter,
     part: WeightPart,
     /// `[tokens, out]`
     dy: Tensor,
-    /// `[tokens, in]`
+    /// `[tokens, in]`, shared by adjacent products of one input.
     x: Tensor,
+    /// The tensor that `x` is a copy of.
+    source: candle_core::TensorId,
 }
 
 impl DeferredGradients {
+    /// Keeps a product for later. Layers with the same input pass the same tensor, unchanged, one after another.
     pub(super) fn defer(
         &self,
-        (weight, part): (Parameter, WeightPart),
-        [dy, x]: [&Tensor; 2],
+        part: WeightPart,
+        dy: &Tensor,
+        x: &Tensor,
         ws: &Workspace,
     ) -> Result<(), LayerError> {
-        let [dy, x] = [copy_of(dy, ws)?, copy_of(x, ws)?];
-        self.products.lock().push(WeightProduct { weight, part, dy, x });
+        let mut products = self.products.lock();
+        let (dy, source) = (copy_of(dy, ws)?, x.id());
+        let x = match products.last().filter(|last| last.source == source) {
+            Some(last) => last.x.clone(),
+            None => copy_of(x, ws)?,
+        };
+        products.push(WeightProduct { part, dy, x, source });
         Ok(())
     }
 
@@ -44,11 +53,13 @@ impl DeferredGradients {
     /// # Errors
     /// A refused operation.
     pub fn add_to(&self, grads: &[Option<Tensor>], ws: &Workspace) -> Result<(), LayerError> {
-        for WeightProduct { weight, part, dy, x } in std::mem::take(&mut *self.products.lock()) {
-            if let Some(gradient) = weight.gradient_in(grads) {
-                part.add_product(gradient, [&dy, &x], ws)?;
+        let mut products = std::mem::take(&mut *self.products.lock()).into_iter().peekable();
+        while let Some(WeightProduct { part, dy, x, source }) = products.next() {
+            part.add_product(grads, &dy, &x, ws)?;
+            ws.recycle(dy);
+            if products.peek().is_none_or(|next| next.source != source) {
+                ws.recycle(x);
             }
-            [dy, x].into_iter().for_each(|operand| ws.recycle(operand));
         }
         Ok(())
     }
@@ -60,5 +71,6 @@ fn copy_of(tensor: &Tensor, ws: &Workspace) -> Result<Tensor, LayerError> {
         _ => ws.alloc(tensor.dims())?,
     };
     strided_copy::copy(tensor, &copy)?;
+    dry::report_elementwise([tensor, &copy]);
     Ok(copy)
 }

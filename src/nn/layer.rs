@@ -94,6 +94,13 @@ pub trait Layer: Send + Sync {
         ctx: &LayerContext,
     ) -> Result<Tensor, LayerError>;
 
+    /// Whether the backward pass may leave gradients of weights to a later pass, which adds to `grads` of the whole layer:
+    /// [`DeferredGradients`](super::DeferredGradients). Not a layer that uses its `grads` itself, or calls another layer with
+    /// some of them.
+    fn defers_gradients(&self) -> bool {
+        false
+    }
+
     /// Takes over a plan of tensor parallelism, which knows styles by the full names of weights, before
     /// [`tensor_parallel`](Self::tensor_parallel). A layer that divides itself ignores it, and the engine refuses a plan that
     /// differs.

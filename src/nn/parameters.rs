@@ -242,6 +242,11 @@ impl<'a> BackwardPass<'a> {
         parameter.gradient_in(self.grads)
     }
 
+    /// The gradients of all parameters of the layer.
+    pub(super) fn gradients(&self) -> &'a [Option<Tensor>] {
+        self.grads
+    }
+
     /// The micro batch, and the services for it.
     pub fn ctx(&self) -> &'a LayerContext {
         self.forward.ctx

@@ -2,7 +2,7 @@
 
 mod checkpoint;
 
-pub use checkpoint::Kept;
+pub use checkpoint::MixerKept;
 
 use super::{
     AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch,
@@ -198,7 +198,7 @@ impl TokenMixer {
         &self,
         branch: &Branch,
         x: &Tensor,
-        kept: &mut Kept,
+        kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let saves = kept.saves();

@@ -8,7 +8,7 @@ const MAX_COLUMNS: usize = 120;
 
 impl Schedule {
     /// Draws a line per rank, with the pass of each unit of time: `F2` is the forward pass of micro batch 2, `B2` its backward pass,
-    /// which takes twice as long, or `I2` and `W2` its halves, `'` marks the second chunk of layers, and so on. `None` if it is too wide.
+    /// which takes twice as long, or `I2` and `W2` for its halves, `'` marks the second chunk of layers, and so on. `None` if it is too wide.
     ///
     /// # Errors
     /// As [`check`](Self::check).

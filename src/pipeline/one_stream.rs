@@ -30,7 +30,8 @@ pub fn due_messages(schedule: &Schedule, rank: usize) -> Result<Vec<DueMessages>
     let passes = &timeline.ranks[rank];
     let after = |(index, action): (usize, Action)| {
         if let Some(receiver) = schedule.receiver(rank, action) {
-            waiting.extend(starts.get(&receiver).map(|start| (*start, receiver.0)));
+            let start = Schedule::time_of(&starts, receiver);
+            waiting.push((start.unwrap_or_else(|| unreachable!("the schedule is checked")), receiver.0));
         }
         let next = passes.get(index + 1);
         let until = next.map_or(f64::INFINITY, |next| next.start);

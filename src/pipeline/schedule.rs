@@ -128,8 +128,12 @@ fn interleaved(Place { rank, ranks }: Place, num_chunks: usize, micro_batches: u
     first.chain(steady).chain(cool_down).collect()
 }
 
-/// Rank `r` owes up to `r` gradients of weights, and has as many micro batches in memory as with 1F1B on the first rank.
+/// Rank `r` owes up to `r` gradients of weights, and has as many micro batches in memory as with 1F1B on the first rank, for which
+/// no other rank waits.
 fn zero_bubble(Place { rank, ranks }: Place, micro_batches: usize) -> Vec<Action> {
+    if rank == 0 {
+        return one_by_one(ranks, micro_batches);
+    }
     let mut actions = Vec::new();
     let mut weights = 0;
     for Action { pass, micro_batch, .. } in one_by_one(ranks - rank, micro_batches) {
@@ -279,7 +283,7 @@ impl Schedule {
                 while let Some(&action) = self.ranks[rank].get(done.len()) {
                     let received = match self.sender(rank, action) {
                         None => 0.0,
-                        Some(sender) => match self.end_of(&ends, sender) {
+                        Some(sender) => match Self::time_of(&ends, sender) {
                             Some(end) => end,
                             None => break,
                         },
@@ -396,13 +400,17 @@ impl Schedule {
         Some((to % ranks, Action { pass, micro_batch, chunk: to / ranks }))
     }
 
-    fn end_of(&self, ends: &HashMap<(usize, Action), f64>, (rank, action): (usize, Action)) -> Option<f64> {
+    /// The time of the pass that sends or receives the message of another rank.
+    pub(super) fn time_of(
+        times: &HashMap<(usize, Action), f64>,
+        (rank, action): (usize, Action),
+    ) -> Option<f64> {
         let passes: &[Pass] = match action.pass {
             Pass::Forward => &[Pass::Forward],
             // Each rank may split its backward passes or not.
             _ => &[Pass::Backward, Pass::InputBackward],
         };
-        passes.iter().find_map(|&pass| ends.get(&(rank, Action { pass, ..action })).copied())
+        passes.iter().find_map(|&pass| times.get(&(rank, Action { pass, ..action })).copied())
     }
 
     fn check_ended(&self, ranks: &[Vec<TimedAction>]) -> Result<(), ScheduleError> {

@@ -67,7 +67,7 @@ fn the_first_schedules_are_those_of_their_papers() {
     };
     assert_eq!(of(ScheduleKind::GPipe), ["F0 F1 F2 B0 B1 B2"; 2]);
     assert_eq!(of(ScheduleKind::OneForwardOneBackward), ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]);
-    assert_eq!(of(ScheduleKind::ZeroBubble), ["F0 F1 I0 W0 F2 I1 W1 I2 W2", "F0 I0 F1 I1 W0 F2 I2 W1 W2"]);
+    assert_eq!(of(ScheduleKind::ZeroBubble), ["F0 F1 B0 F2 B1 B2", "F0 I0 F1 I1 W0 F2 I2 W1 W2"]);
     let interleaved = ScheduleKind::Interleaved { num_chunks: 2 }.schedule(2, 2).unwrap();
     assert_eq!(
         text(&interleaved.ranks[1]),

@@ -166,6 +166,19 @@ fn gradients_are_summed_over_dp_sp_and_micro_steps() {
 }
 
 #[test]
+fn a_gradient_that_was_not_reduced_is_not_in_the_next_step() {
+    for stage in ZeroStage::ALL {
+        on_mesh((2, 1), stage, |zero, _, _| {
+            let gradient = zero.gradients(0).unwrap().swap_remove(0).unwrap();
+            with_slice_mut(&gradient, |elements: &mut [f32]| elements.fill(1.0)).unwrap();
+            zero.zero_gradients().unwrap();
+            let gradient = zero.gradients(0).unwrap().swap_remove(0).unwrap();
+            assert!(to_vec::<f32>(&gradient).unwrap().iter().all(|element| *element == 0.0), "{stage:?}");
+        });
+    }
+}
+
+#[test]
 fn an_update_reaches_the_parameters_of_every_rank() {
     for (mesh, stage) in MESHES.into_iter().flat_map(|mesh| ZeroStage::ALL.map(|stage| (mesh, stage))) {
         on_mesh(mesh, stage, |zero, dp_rank, sp_rank| {

@@ -273,7 +273,11 @@ impl Unit {
                 elementwise::fill(&whole.flat, 0.0)?;
                 ledger::place(&whole.flat, Placed::unwritten(|| label("gradient", &self.layout)));
             }
-            Some(Gradients::Partitioned { partition, .. }) => partition.set_to_zero(),
+            Some(Gradients::Partitioned { partition, transient }) => {
+                // A step that failed may have left a gradient that was not reduced.
+                *transient = None;
+                partition.set_to_zero();
+            }
         }
         Ok(())
     }

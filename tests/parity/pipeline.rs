@@ -152,6 +152,26 @@ fn gradients_of_weights_may_have_a_pass_of_their_own() {
     check_each(&problems, 5e-5);
 }
 
+/// The last stage has run its first backward pass, but for the gradients of weights.
+#[test]
+fn an_engine_that_still_owes_gradients_after_an_error_is_unusable() {
+    for (schedule, is_usable) in [("1f1b", true), ("zero_bubble", false)] {
+        let extra = json!({ "ulysses": { "pipeline": { "schedule": schedule } } });
+        let problem = Problem { extra, ..deep(Rule::Sgd { lr: 0.1 }, None) };
+        let config = problem.json_config(Layout { accumulation: 4, ..on_pp([2, 1, 1, 1], 2) }, 8).unwrap();
+        let global = global_batch(&problem.batch).unwrap();
+        let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
+            let mut first = micro_batches(&global, &engine)?.into_iter().take(1);
+            let failed = engine.train_batch(|| first.next().ok_or("cannot be read")).unwrap_err();
+            Ok((failed.to_string(), engine.step().map_err(|error| error.to_string())))
+        });
+        let ranks = ranks.unwrap();
+        assert!(ranks.iter().all(|(failed, _)| failed.contains("cannot be read")), "{ranks:?}");
+        assert_eq!([0, 1].map(|rank: usize| ranks[rank].1.is_ok()), [true, is_usable], "{schedule}");
+    }
+}
+
 #[test]
 fn schedules_and_divisions_of_layers_give_the_same_bits() {
     let run = |pipeline: serde_json::Value, stage: u8| {

@@ -130,14 +130,21 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
 }
 
 #[test]
-fn extreme_projections_saturate_without_nan() {
+fn extreme_projections_saturate_without_nan_and_nan_stays_nan() {
     on_every_target(|_| {
-        let [a, b] = [tensor(&[1e4, -1e4], &[2, 1]), tensor(&[1e4, -1e4], &[2, 1])];
+        let [a, b] = [(); 2].map(|()| tensor(&[1e4, -1e4, f32::NAN], &[3, 1]));
         let [a_log, dt_bias] = [tensor(&[0.0], &[1]), tensor(&[0.0], &[1])];
-        let [g, beta] = [output(&[2, 1]), output(&[2, 1])];
-        let rate = Rate::Projection(&b);
-        forward(&Operands { a: &a, rate, a_log: &a_log, dt_bias: &dt_bias }, &g, &beta).unwrap();
-        assert_eq!((read(&g), read(&beta)), (vec![-1e4, 0.0], vec![1.0, 0.0]));
+        for rate in [Rate::Projection(&b), Rate::TimeStep { limits: LIMITS }] {
+            let [g, beta] = [output(&[3, 1]), output(&[3, 1])];
+            forward(&Operands { a: &a, rate, a_log: &a_log, dt_bias: &dt_bias }, &g, &beta).unwrap();
+            let ([g, beta], [least, most]) = ([read(&g), read(&beta)], LIMITS.map(|limit| limit as f32));
+            let expected = match rate {
+                Rate::Projection(_) => [-1e4, 0.0, 1.0, 0.0],
+                Rate::TimeStep { .. } => [-most, -least, most, least],
+            };
+            assert_eq!([g[0], g[1], beta[0], beta[1]], expected);
+            assert!(g[2].is_nan() && beta[2].is_nan(), "{g:?} {beta:?}");
+        }
     });
 }
 

@@ -162,7 +162,7 @@ pub(crate) fn report_flops(op: MatmulOp, is_backward: bool, flops: f64) {
 }
 
 /// Reports an element-wise operation that reads or writes each of these tensors once.
-pub(crate) fn report_elementwise<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
+pub fn report_elementwise<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
     if is_dry() {
         report_elementwise_bytes(tensors.into_iter().map(crate::tensor::bytes).sum::<usize>() as u64);
     }

@@ -12,7 +12,7 @@ keys! {
         /// Order in which a stage computes the micro batches of a step. `gpipe`: all forward passes, then all backward passes;
         /// `1f1b`: a backward pass as soon as there is one, so that a stage keeps the activations of at most pp micro batches;
         /// `zero_bubble` (ZB-H1): as `1f1b`, but the gradients of the weights of linear layers are computed where a stage would
-        /// wait. Their operands are copied, and with ZeRO stage 2 or 3 a layer keeps its whole gradient until then.
+        /// wait. Their operands are copied, once per head chunk, and with ZeRO stage 2 or 3 a layer keeps its whole gradient until then.
         pub schedule: PipelineSchedule = choice().text("1f1b"),
         /// Stages of each rank of pp (Megatron-LM's virtual pipeline stages). With several, `1f1b` is interleaved: a rank waits for
         /// a shorter part of the model at the begin and the end of a step, and sends as many times more messages.

@@ -146,8 +146,8 @@ impl Setting for Vec<LayerSpec> {
 impl Setting for Vec<NamePattern> {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         let texts = section.texts(name);
-        if texts.len() > MAX_PATTERNS {
-            section.contradiction(name, &format!("at most {MAX_PATTERNS} patterns"));
+        if texts.is_empty() || texts.len() > MAX_PATTERNS {
+            section.contradiction(name, &format!("1 to {MAX_PATTERNS} patterns"));
             return None;
         }
         let compile = |(index, text): (usize, String)| {

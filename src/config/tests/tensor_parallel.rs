@@ -101,6 +101,17 @@ fn keys_of_autotp_without_effect_are_those_of_their_section() {
 }
 
 #[test]
+fn specs_without_patterns_are_refused() {
+    for none in ["[]", "\"auto\""] {
+        let spec = format!(
+            r#""tensor_parallel": {{"partition_config": {{"layer_specs": [{{"patterns": {none}}}]}}}}"#
+        );
+        let refused = refusal(&spec, &Overrides::default());
+        assert!(refused.contains("layer_specs[0].patterns") && refused.contains("1 to 100"), "{refused}");
+    }
+}
+
+#[test]
 fn features_without_tensor_parallelism_are_refused_by_name() {
     let tp = r#""tensor_parallel_size": 2"#;
     for (keys, feature) in [

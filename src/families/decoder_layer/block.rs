@@ -1,25 +1,28 @@
 //! The [`Layer`] of blocks of a token mixer and an MLP.
 
 use crate::nn::{
-    AttentionExtent, BackwardPass, ForwardPass, Kept, Layer, LayerContext, LayerError, MixerSaved, MlpSaved,
-    ParameterList, ParameterSpec, Saved, TensorRank, TokenMixer,
+    AttentionExtent, BackwardPass, ForwardPass, Layer, LayerContext, LayerError, MixerKept, MixerSaved,
+    MlpSaved, ParameterList, ParameterSpec, Saved, TensorRank, TokenMixer,
 };
 use candle_core::Tensor;
 
 /// A block of a token mixer and an MLP: what its forms compute. Its [`Layer`] follows from that.
 pub(super) trait Block: Send + Sync + Sized + 'static {
-    fn parameters(&self) -> &ParameterList;
+    fn parameter_list(&self) -> &ParameterList;
 
     fn mixer(&self) -> &TokenMixer;
 
-    /// The part of one rank of tp.
-    fn divide(self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError>;
+    /// The part of one rank of tp. Not of a block that is one already.
+    fn divide(self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
+        let _ = tp;
+        Err(LayerError::NoTensorParallelism { layer: self.name().to_owned() })
+    }
 
     /// The result, and for the backward pass what `kept` does not get.
     fn run(
         &self,
         x: &Tensor,
-        kept: &mut Kept,
+        kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError>;
 
@@ -74,15 +77,19 @@ pub(super) fn foreign(pass: &ForwardPass<'_>) -> LayerError {
 
 impl<B: Block> Layer for B {
     fn name(&self) -> &str {
-        Block::parameters(self).layer()
+        self.parameter_list().layer()
     }
 
     fn parameters(&self) -> &[ParameterSpec] {
-        Block::parameters(self).specs()
+        self.parameter_list().specs()
     }
 
     fn tensor_parallel(self: Box<Self>, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
         self.divide(tp)
+    }
+
+    fn defers_gradients(&self) -> bool {
+        true
     }
 
     fn attention_extent(&self) -> Option<AttentionExtent> {
@@ -95,10 +102,9 @@ impl<B: Block> Layer for B {
         x: &Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Saved), LayerError> {
-        let mut kept = Kept::State(Vec::new());
-        let (y, outputs) = self.run(x, &mut kept, &Block::parameters(self).forward(params, ctx)?)?;
-        let Kept::State(mixer) = kept else { unreachable!("it was the state") };
-        let saved = SavedBlock { x: x.clone(), mixer, outputs };
+        let mut kept = MixerKept::State(Vec::new());
+        let (y, outputs) = self.run(x, &mut kept, &self.parameter_list().forward(params, ctx)?)?;
+        let saved = SavedBlock { x: x.clone(), mixer: kept.into_states(), outputs };
         let bytes = saved.bytes();
         Ok((y, Saved::new(saved, bytes)))
     }
@@ -112,10 +118,10 @@ impl<B: Block> Layer for B {
         ctx: &LayerContext,
     ) -> Result<Tensor, LayerError> {
         let saved = saved.downcast(self.name())?;
-        self.run_backward(saved, dy, &Block::parameters(self).backward(params, grads, ctx)?)
+        self.run_backward(saved, dy, &self.parameter_list().backward(params, grads, ctx)?)
     }
 
-    /// The checkpoint is the input, what the mixer keeps, and its output if
+    /// The checkpoint is the input, what the mixer keeps, and its output if the block has one and
     /// [`checkpoint_has_output`](TokenMixer::checkpoint_has_output).
     fn forward_checkpointed(
         &self,
@@ -123,10 +129,10 @@ impl<B: Block> Layer for B {
         x: Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Vec<Tensor>), LayerError> {
-        let pass = Block::parameters(self).forward(params, ctx)?;
-        let mut kept = Kept::Checkpoint(Vec::new());
+        let pass = self.parameter_list().forward(params, ctx)?;
+        let mut kept = MixerKept::Checkpoint(Vec::new());
         let (y, outputs) = self.run(&x, &mut kept, &pass)?;
-        let Kept::Checkpoint(mut checkpoint) = kept else { unreachable!("it was a checkpoint") };
+        let mut checkpoint = kept.into_checkpoint();
         match self.mixer().checkpoint_has_output(ctx) {
             true => checkpoint.extend(outputs.mixer),
             false => pass.recycle(outputs.mixer),
@@ -144,7 +150,7 @@ impl<B: Block> Layer for B {
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, LayerError> {
-        let pass = Block::parameters(self).backward(params, grads, ctx)?;
+        let pass = self.parameter_list().backward(params, grads, ctx)?;
         let mut checkpoint = checkpoint.into_iter();
         let x = checkpoint.next().ok_or_else(|| foreign(&pass.forward))?;
         let saved = self.recompute(x, &mut checkpoint, &pass.forward)?;

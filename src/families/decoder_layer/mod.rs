@@ -8,8 +8,8 @@ pub use parallel::ParallelDecoderLayer;
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionProjections, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init, Kept, Layer,
-    LayerError, MlpProjections, Parameter, ParameterList, TensorRank, TokenMixer, WeightLayout, WeightSpec,
+    AttentionProjections, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init, Layer, LayerError,
+    MixerKept, MlpProjections, Parameter, ParameterList, TensorRank, TokenMixer, WeightLayout, WeightSpec,
     recycle_unless,
 };
 use block::{Block, BlockOutputs, SavedBlock, foreign};
@@ -161,7 +161,7 @@ impl DecoderLayer {
 }
 
 impl Block for DecoderLayer {
-    fn parameters(&self) -> &ParameterList {
+    fn parameter_list(&self) -> &ParameterList {
         &self.parameters
     }
 
@@ -176,7 +176,7 @@ impl Block for DecoderLayer {
     fn run(
         &self,
         x: &Tensor,
-        kept: &mut Kept,
+        kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
         let output = self.mixer.forward(&self.attention_branch, x, kept, pass)?;

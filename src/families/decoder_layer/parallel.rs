@@ -6,7 +6,7 @@ use super::DecoderParts;
 use super::block::{Block, BlockOutputs, SavedBlock};
 use crate::families::ModelConfig;
 use crate::nn::{
-    BackwardPass, Branch, ForwardPass, GatedMlp, Kept, Layer, LayerError, MlpSaved, ParameterList,
+    BackwardPass, Branch, ForwardPass, GatedMlp, Layer, LayerError, MixerKept, MlpSaved, ParameterList,
     TensorRank, TokenMixer,
 };
 use candle_core::Tensor;
@@ -64,7 +64,7 @@ impl ParallelDecoderLayer {
 }
 
 impl Block for ParallelDecoderLayer {
-    fn parameters(&self) -> &ParameterList {
+    fn parameter_list(&self) -> &ParameterList {
         &self.parameters
     }
 
@@ -79,7 +79,7 @@ impl Block for ParallelDecoderLayer {
     fn run(
         &self,
         x: &Tensor,
-        kept: &mut Kept,
+        kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
         let y = self.attention.forward(&self.attention_branch, x, kept, pass)?;

@@ -3,7 +3,7 @@
 use super::DecoderLayer;
 use super::block::{Block, BlockOutputs, SavedBlock, foreign};
 use crate::nn::{
-    BackwardPass, Branch, ForwardPass, Kept, Layer, LayerError, MlpSaved, ParameterList, TensorRank,
+    BackwardPass, Branch, ForwardPass, LayerError, MixerKept, MlpSaved, ParameterList, TensorRank,
     TokenMixer, recycle_unless,
 };
 use candle_core::Tensor;
@@ -89,7 +89,7 @@ pub(super) fn gathered_input(
 }
 
 impl Block for TensorParallelDecoder {
-    fn parameters(&self) -> &ParameterList {
+    fn parameter_list(&self) -> &ParameterList {
         &self.0.parameters
     }
 
@@ -97,14 +97,10 @@ impl Block for TensorParallelDecoder {
         &self.0.mixer
     }
 
-    fn divide(self, _: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
-        Err(LayerError::NoTensorParallelism { layer: self.name().to_owned() })
-    }
-
     fn run(
         &self,
         x: &Tensor,
-        kept: &mut Kept,
+        kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
         let DecoderLayer { attention_branch, mixer, mlp_branch, .. } = &self.0;

@@ -234,8 +234,9 @@ impl Linear {
             self.bias.and_then(|bias| Some((pass.gradient(bias.parameter)?, bias.outputs.part(range))));
         let bias = bias.map(|(gradient, outputs)| Part::for_bias(gradient, outputs));
         let layout = self.layout;
-        let part = WeightPart { layout, divided: layout, range: self.outputs.part(range) };
-        LinearGradients { weight: self.weight, part, bias, pass: *pass }
+        let part =
+            WeightPart { weight: self.weight, layout, divided: layout, range: self.outputs.part(range) };
+        LinearGradients { part, bias, pass: *pass }
     }
 
     /// The layer with some of its inputs, without its bias.
@@ -256,8 +257,8 @@ impl Linear {
         pass: &BackwardPass<'a>,
     ) -> LinearGradients<'a> {
         let (layout, range) = (self.layout, Outputs::adjacent(inputs.clone()));
-        let part = WeightPart { layout, divided: layout.transposed(), range };
-        LinearGradients { weight: self.weight, part, bias: None, pass: *pass }
+        let part = WeightPart { weight: self.weight, layout, divided: layout.transposed(), range };
+        LinearGradients { part, bias: None, pass: *pass }
     }
 
     /// Adds the bias, if there is one, to the outputs that the weights are still to be added to.

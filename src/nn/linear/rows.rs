@@ -17,7 +17,6 @@ pub(in crate::nn) struct LinearRows {
 
 /// The gradients of [`LinearRows`], unless they are frozen.
 pub(in crate::nn) struct LinearGradients<'a> {
-    pub(super) weight: Parameter,
     pub(super) part: WeightPart,
     pub(super) bias: Option<Part>,
     pub(super) pass: BackwardPass<'a>,
@@ -26,6 +25,7 @@ pub(in crate::nn) struct LinearGradients<'a> {
 /// Some outputs or inputs within a weight.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::nn) struct WeightPart {
+    pub(super) weight: Parameter,
     /// Of the weight.
     pub(super) layout: WeightLayout,
     /// The layout whose outputs are `range`: transposed, if that is some inputs.
@@ -76,22 +76,25 @@ impl LinearGradients<'_> {
         if let Some(bias) = &self.bias {
             bias.add(|dbias| add_bias_gradient(dy, dbias, ws), ws)?;
         }
-        let Some(gradient) = self.pass.gradient(self.weight) else { return Ok(()) };
         match ctx.deferred_gradients() {
-            Some(deferred) => deferred.defer((self.weight, self.part), [dy, x], ws),
-            None => self.part.add_product(gradient, [dy, x], ws),
+            Some(deferred) if self.pass.gradient(self.part.weight).is_some() => {
+                deferred.defer(self.part, dy, x, ws)
+            }
+            _ => self.part.add_product(self.pass.gradients(), dy, x, ws),
         }
     }
 }
 
 impl WeightPart {
-    /// Adds dyᵀ·x to this part of the weight's gradient.
+    /// Adds dyᵀ·x to this part of the weight's gradient, unless the weight is frozen. `grads` are those of the layer.
     pub(in crate::nn) fn add_product(
         self,
-        gradient: &Tensor,
-        [dy, x]: [&Tensor; 2],
+        grads: &[Option<Tensor>],
+        dy: &Tensor,
+        x: &Tensor,
         ws: &Workspace,
     ) -> Result<(), LayerError> {
+        let Some(gradient) = self.weight.gradient_in(grads) else { return Ok(()) };
         let add = |dweight: &Tensor| match self.layout {
             WeightLayout::OutIn => Ok(linear::backward_weight(dy, x, dweight)?),
             WeightLayout::InOut => Ok(linear::backward_weight(x, dy, dweight)?),

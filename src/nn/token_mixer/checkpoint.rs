@@ -5,17 +5,27 @@ use crate::nn::{AttentionSaved, Branch, ForwardPass, LayerContext, LayerError, S
 use candle_core::Tensor;
 
 /// The tensors of a token mixer that a forward pass keeps for the backward pass.
-pub enum Kept {
+pub enum MixerKept {
     /// The state: of every head chunk of an attention, or of all heads.
     State(Vec<MixerSaved>),
     /// Those that are computed only once: if the context says so, attention output and lse of every head chunk.
     Checkpoint(Vec<Tensor>),
 }
 
-impl Kept {
+impl MixerKept {
     /// Whether it is the state.
     pub fn is_state(&self) -> bool {
         matches!(self, Self::State(_))
+    }
+
+    /// The states; none of a checkpoint.
+    pub fn into_states(self) -> Vec<MixerSaved> {
+        if let Self::State(states) = self { states } else { Vec::new() }
+    }
+
+    /// The tensors of a checkpoint; none of the state.
+    pub fn into_checkpoint(self) -> Vec<Tensor> {
+        if let Self::Checkpoint(tensors) = self { tensors } else { Vec::new() }
     }
 
     pub(super) fn saves(&self) -> Saves {
@@ -46,10 +56,9 @@ impl TokenMixer {
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Vec<MixerSaved>), LayerError> {
         let Some(attention) = self.attention().filter(|_| pass.ctx.saves_attention_output()) else {
-            let mut kept = Kept::State(Vec::new());
+            let mut kept = MixerKept::State(Vec::new());
             let output = self.forward(branch, x, &mut kept, pass)?;
-            let Kept::State(states) = kept else { unreachable!("it was the state") };
-            return Ok((output, states));
+            return Ok((output, kept.into_states()));
         };
         let mut chunks = saved_chunks(checkpoint, pass)?;
         let output = attention.forward_from_outputs(branch, x, &mut chunks, pass)?;
@@ -80,7 +89,7 @@ impl TokenMixer {
         Ok(saved)
     }
 
-    /// Returns whether a checkpoint has the output of an attention that is recomputed in head chunks, so that each chunk is
+    /// Returns whether the checkpoint of a block whose MLP needs it has the output of an attention that is recomputed in head chunks, so that each chunk is
     /// recomputed once and not twice.
     pub fn checkpoint_has_output(&self, ctx: &LayerContext) -> bool {
         ctx.tiling().head_chunks > 1 && self.recomputes_chunks(ctx)

@@ -92,7 +92,7 @@ fn stages_are_planned_and_stay_in_suggested_meshes() {
         ("1f1b", ["mesh    pp 4 × dp 2 × sp 2, ", "schedule 1f1b: 27.3 %", "26 to 31", "passes (B)"]),
         (
             "zero_bubble",
-            ["schedule zero_bubble: 11.1 %", "weight gradients of layer", "W: of weights", " I0 W0 "],
+            ["schedule zero_bubble: 11.1 %", "weight gradients of layer", "W: of weights", " I1 W0 "],
         ),
     ] {
         let schedule = format!("ulysses.pipeline.schedule={schedule}");

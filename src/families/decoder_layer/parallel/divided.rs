@@ -4,7 +4,7 @@ use super::ParallelDecoderLayer;
 use crate::families::decoder_layer::block::{Block, BlockOutputs, SavedBlock};
 use crate::families::decoder_layer::tensor_parallel::gathered_input;
 use crate::nn::{
-    BackwardPass, Branch, ForwardPass, Kept, Layer, LayerError, ParameterList, TensorRank, TokenMixer,
+    BackwardPass, Branch, ForwardPass, LayerError, MixerKept, ParameterList, TensorRank, TokenMixer,
     recycle_unless,
 };
 use candle_core::Tensor;
@@ -32,7 +32,7 @@ impl DividedParallelDecoder {
 }
 
 impl Block for DividedParallelDecoder {
-    fn parameters(&self) -> &ParameterList {
+    fn parameter_list(&self) -> &ParameterList {
         &self.0.parameters
     }
 
@@ -40,14 +40,10 @@ impl Block for DividedParallelDecoder {
         &self.0.attention
     }
 
-    fn divide(self, _: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
-        Err(LayerError::NoTensorParallelism { layer: self.name().to_owned() })
-    }
-
     fn run(
         &self,
         x: &Tensor,
-        kept: &mut Kept,
+        kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
         let input = gather_input(&self.0.attention_branch, x, pass)?;
