@@ -342,6 +342,7 @@ impl Engine {
                     add(ExchangeVolume::of_short_conv(&conv, shape, sharding, rank), false);
                     continue;
                 }
+                MixerConfig::Mlp => continue,
             };
             for chunk in layer.head_chunks(self.config.ulysses.head_chunks) {
                 let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);

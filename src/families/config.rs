@@ -112,7 +112,7 @@ pub struct ModelConfig {
     pub hidden_size: usize,
     /// Width of the MLP.
     pub intermediate_size: usize,
-    /// The decoder layers, by what mixes their tokens.
+    /// The decoder layers, by what mixes their tokens, if anything does.
     pub layers: Vec<MixerConfig>,
     /// Epsilon of the RMSNorm, added to the mean square.
     pub rms_norm_eps: f64,
@@ -372,6 +372,7 @@ impl ModelConfig {
             MixerConfig::ShortConv(ShortConvConfig { taps, .. }) => {
                 check_sizes(origin, &[("conv_L_cache", *taps, MAX_WIDTH)])
             }
+            MixerConfig::Mlp => Ok(()),
         })?;
         // Otherwise an export would be another model.
         let json = self.to_hf_json();

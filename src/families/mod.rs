@@ -35,7 +35,7 @@ mod smollm3;
 mod stablelm;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 30] = [
+pub static FAMILIES: [&Family; 31] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
@@ -64,12 +64,13 @@ pub static FAMILIES: [&Family; 30] = [
     &gpt::GPT_NEOX,
     &gpt::STARCODER2,
     &nemotron::NEMOTRON,
+    &nemotron::NEMOTRON_H,
     &stablelm::STABLELM,
     &lfm2::LFM2,
 ];
 
 pub use config::{Family, KnownModel, ModelConfig, ModelNames, Multipliers, Sizes};
-pub use decoder_layer::{DecoderLayer, DecoderParts, ParallelDecoderLayer};
+pub use decoder_layer::{DecoderLayer, DecoderParts, ParallelDecoderLayer, SingleBranchLayer};
 pub use error::ModelError;
 pub(crate) use hf::{HfConfig, language_model, language_model_name};
 pub use known_models::{known_models, max_positions, shape};

@@ -4,6 +4,7 @@ mod gemma;
 mod gpt;
 mod granite;
 mod lfm2;
+mod nemotron;
 mod rope;
 
 use super::*;
@@ -70,7 +71,7 @@ fn descriptions() -> Vec<ModelConfig> {
     let lfm = of_family("lfm2").with_num_layers(3);
     let conv = ShortConvConfig { channels: lfm.hidden_size, taps: 4, bias: true };
     let lfm = lfm.with_mixer([true, false, true], conv);
-    let hybrids = granite::descriptions();
+    let hybrids = granite::descriptions().into_iter().chain(nemotron::descriptions());
     let mut cohere = of_family("cohere2");
     cohere.attention_layers_mut().next().unwrap().rope = Some(Rope { interleaved: true, ..300.0.into() });
     cohere.attention_layers_mut().next().unwrap().window = Some(7);

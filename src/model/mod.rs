@@ -15,7 +15,8 @@ mod weights;
 
 pub use crate::families::{
     DecoderLayer, DecoderParts, FAMILIES, Family, KnownModel, ModelConfig, ModelError, ModelNames,
-    Multipliers, PRESETS, ParallelDecoderLayer, Sizes, family, known_models, max_positions, preset, shape,
+    Multipliers, PRESETS, ParallelDecoderLayer, SingleBranchLayer, Sizes, family, known_models,
+    max_positions, preset, shape,
 };
 pub(crate) use hf::TensorFile;
 pub use hf::{HfDescription, HfModel, HfSource, HfWeights, OtherTensor};

@@ -52,6 +52,11 @@ impl MlpSaved {
         let GateUp { gate, up } = &self.projections;
         [gate].into_iter().chain(up).chain(&self.output).map(ulysses_kernels::tensor::bytes).sum()
     }
+
+    /// Recycles all tensors.
+    pub fn recycle(self, pass: &ForwardPass<'_>) {
+        pass.recycle(self.projections.into_tensors().chain(self.output));
+    }
 }
 
 impl GatedMlp {

@@ -68,7 +68,7 @@ pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, 
 pub use rms_norm::{NormConfig, RmsNorm};
 pub use short_conv::{ShortConv, ShortConvConfig, ShortConvSaved};
 pub use tensor_parallel::{ParallelStyle, TensorRank, TokenExchange};
-pub use token_mixer::{MixerConfig, MixerKept, MixerSaved, TokenMixer};
+pub use token_mixer::{MixerConfig, MixerKept, MixerParts, MixerSaved, TokenMixer};
 
 use candle_core::Tensor;
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! The module of a layer that mixes tokens.
+//! The module of a layer that mixes tokens, or the MLP in its place.
 
 mod checkpoint;
 
@@ -6,11 +6,12 @@ pub use checkpoint::MixerKept;
 
 use super::{
     AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch,
-    ForwardPass, GroupedHeads, LayerError, LinearAttention, LinearAttentionConfig, LinearAttentionSaved,
-    NormConfig, ParameterList, Saves, SelfAttention, ShortConv, ShortConvConfig, ShortConvSaved, TensorRank,
-    WeightSpec,
+    ForwardPass, GatedMlp, GroupedHeads, LayerError, LinearAttention, LinearAttentionConfig,
+    LinearAttentionSaved, MlpProjections, MlpSaved, NormConfig, ParameterList, Saves, SelfAttention,
+    ShortConv, ShortConvConfig, ShortConvSaved, TensorRank, WeightSpec,
 };
 use candle_core::Tensor;
+use ulysses_kernels::glu::Activation;
 
 /// Sizes and options of a layer's token mixer: attention, linear attention or short convolution.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -21,6 +22,8 @@ pub enum MixerConfig {
     LinearAttention(LinearAttentionConfig),
     /// Gated short convolution.
     ShortConv(ShortConvConfig),
+    /// None: the layer is an MLP, as some of Nemotron-H.
+    Mlp,
 }
 
 impl MixerConfig {
@@ -28,7 +31,7 @@ impl MixerConfig {
     pub fn attention(&self) -> Option<&AttentionConfig> {
         match self {
             Self::Attention(attention) => Some(attention),
-            Self::LinearAttention(_) | Self::ShortConv(_) => None,
+            Self::LinearAttention(_) | Self::ShortConv(_) | Self::Mlp => None,
         }
     }
 
@@ -36,7 +39,7 @@ impl MixerConfig {
     pub fn attention_mut(&mut self) -> Option<&mut AttentionConfig> {
         match self {
             Self::Attention(attention) => Some(attention),
-            Self::LinearAttention(_) | Self::ShortConv(_) => None,
+            Self::LinearAttention(_) | Self::ShortConv(_) | Self::Mlp => None,
         }
     }
 
@@ -46,13 +49,15 @@ impl MixerConfig {
             Self::Attention(attention) => attention.num_heads * attention.q_outputs_per_head(),
             Self::LinearAttention(linear) => 2 * linear.key_dim() + linear.value_dim(),
             Self::ShortConv(conv) => 3 * conv.channels,
+            // That of the model's MLPs.
+            Self::Mlp => 0,
         }
     }
 
     /// The heads of which the ranks of sp have whole sequences, of a module that is not attention.
     pub fn exchanged_heads(&self) -> Option<GroupedHeads> {
         match self {
-            Self::Attention(_) => None,
+            Self::Attention(_) | Self::Mlp => None,
             Self::LinearAttention(linear) => Some(linear.heads()),
             Self::ShortConv(conv) => Some(conv.heads()),
         }
@@ -67,6 +72,7 @@ impl MixerConfig {
             Self::Attention(attention) => attention.divided(layer, tp)?.0.into(),
             Self::LinearAttention(linear) => Self::LinearAttention(linear.divided(layer, tp)?.0),
             Self::ShortConv(conv) => Self::ShortConv(conv.divided(tp)),
+            Self::Mlp => Self::Mlp,
         })
     }
 
@@ -74,7 +80,7 @@ impl MixerConfig {
     pub fn linear_attention(&self) -> Option<&LinearAttentionConfig> {
         match self {
             Self::LinearAttention(linear) => Some(linear),
-            Self::Attention(_) | Self::ShortConv(_) => None,
+            Self::Attention(_) | Self::ShortConv(_) | Self::Mlp => None,
         }
     }
 
@@ -82,7 +88,7 @@ impl MixerConfig {
     pub fn short_conv(&self) -> Option<&ShortConvConfig> {
         match self {
             Self::ShortConv(conv) => Some(conv),
-            Self::Attention(_) | Self::LinearAttention(_) => None,
+            Self::Attention(_) | Self::LinearAttention(_) | Self::Mlp => None,
         }
     }
 }
@@ -105,6 +111,19 @@ impl From<ShortConvConfig> for MixerConfig {
     }
 }
 
+/// The parts of a [`TokenMixer`] that differ between families.
+#[derive(Debug, Clone, Copy)]
+pub struct MixerParts {
+    /// The projections of an attention.
+    pub attention: AttentionProjections,
+    /// The name of a Mamba 2, before those of its parameters.
+    pub mamba: &'static str,
+    /// The projections of an MLP in the mixer's place.
+    pub mlp: MlpProjections,
+    /// Its activation.
+    pub activation: Activation,
+}
+
 /// The module that mixes the tokens of a layer.
 #[derive(Debug)]
 pub enum TokenMixer {
@@ -114,6 +133,8 @@ pub enum TokenMixer {
     LinearAttention(LinearAttention),
     /// Gated short convolution.
     ShortConv(ShortConv),
+    /// An MLP in its place, which mixes none.
+    Mlp(GatedMlp),
 }
 
 /// The state of a [`TokenMixer`]: of one head chunk of an attention, or of all.
@@ -124,27 +145,33 @@ pub enum MixerSaved {
     LinearAttention(LinearAttentionSaved),
     /// State of all channels.
     ShortConv(ShortConvSaved),
+    /// State of an MLP.
+    Mlp(MlpSaved),
 }
 
 impl TokenMixer {
-    /// Adds the projections, as [`SelfAttention::new`], [`LinearAttention::new`] or [`ShortConv::new`].
+    /// Adds the projections, as [`SelfAttention::new`], [`LinearAttention::new`], [`ShortConv::new`] or [`GatedMlp::new`].
     pub fn new(
         parameters: &mut ParameterList,
-        projections: AttentionProjections,
-        hidden_size: usize,
+        MixerParts { attention, mamba, mlp, activation }: MixerParts,
+        [hidden, intermediate]: [usize; 2],
         (config, norm): (MixerConfig, NormConfig),
         weights: [WeightSpec; 2],
     ) -> Self {
         let inits = weights.map(|weight| weight.init);
         match config {
             MixerConfig::Attention(shape) => {
-                Self::Attention(SelfAttention::new(parameters, projections, hidden_size, shape, weights))
+                Self::Attention(SelfAttention::new(parameters, attention, hidden, shape, weights))
             }
             MixerConfig::LinearAttention(shape) => {
-                Self::LinearAttention(LinearAttention::new(parameters, hidden_size, shape, norm.eps, inits))
+                let linear = LinearAttention::new(parameters, mamba, hidden, shape, norm.eps, inits);
+                Self::LinearAttention(linear)
             }
             MixerConfig::ShortConv(shape) => {
-                Self::ShortConv(ShortConv::new(parameters, hidden_size, shape, inits))
+                Self::ShortConv(ShortConv::new(parameters, hidden, shape, inits))
+            }
+            MixerConfig::Mlp => {
+                Self::Mlp(GatedMlp::new(parameters, mlp, activation, [hidden, intermediate], weights))
             }
         }
     }
@@ -153,7 +180,7 @@ impl TokenMixer {
     pub fn attention(&self) -> Option<&SelfAttention> {
         match self {
             Self::Attention(attention) => Some(attention),
-            Self::LinearAttention(_) | Self::ShortConv(_) => None,
+            Self::LinearAttention(_) | Self::ShortConv(_) | Self::Mlp(_) => None,
         }
     }
 
@@ -170,7 +197,7 @@ impl TokenMixer {
         }
     }
 
-    /// Keeps the heads or channels of one rank of tp.
+    /// Keeps the heads, channels or intermediate elements of one rank of tp.
     ///
     /// # Errors
     /// Heads that cannot be divided over so many ranks.
@@ -179,6 +206,7 @@ impl TokenMixer {
             Self::Attention(attention) => attention.divide(parameters, tp),
             Self::ShortConv(conv) => conv.divide(parameters, tp),
             Self::LinearAttention(linear) => linear.divide(parameters, tp),
+            Self::Mlp(mlp) => mlp.divide(parameters, tp),
         }
     }
 
@@ -217,10 +245,16 @@ impl TokenMixer {
                 saved.into_iter().for_each(|saved| keep(MixerSaved::ShortConv(saved)));
                 Ok(y)
             }
+            Self::Mlp(mlp) => {
+                let (y, saved) = mlp.forward(branch, x, saves == Saves::Whole, pass)?;
+                saved.into_iter().for_each(|saved| keep(MixerSaved::Mlp(saved)));
+                Ok(y)
+            }
         }
     }
 
-    /// Backward of [`forward`](Self::forward), from all that it saved; an attention recomputes what is missing.
+    /// Backward of [`forward`](Self::forward), from all that it saved; an attention or an MLP recomputes what is missing. `dy` is
+    /// the gradient of the module's output, `dx` that of the result of the branch.
     ///
     /// # Errors
     /// As [`forward`](Self::forward), or state of another module.
@@ -237,7 +271,7 @@ impl TokenMixer {
             Self::Attention(attention) => {
                 let chunks = saved.into_iter().map(|saved| match saved {
                     MixerSaved::Attention(saved) => Ok(saved),
-                    MixerSaved::LinearAttention(_) | MixerSaved::ShortConv(_) => Err(foreign()),
+                    _ => Err(foreign()),
                 });
                 let chunks = chunks.collect::<Result<_, _>>()?;
                 attention.backward(branch, x, chunks, (dy, dx), pass)
@@ -250,6 +284,11 @@ impl TokenMixer {
                 Some(MixerSaved::ShortConv(saved)) => conv.backward(branch, x, saved, (dy, dx), pass),
                 _ => Err(foreign()),
             },
+            Self::Mlp(mlp) => match saved.into_iter().next() {
+                None => mlp.backward(branch, x, None, dx, pass),
+                Some(MixerSaved::Mlp(saved)) => mlp.backward(branch, x, Some(saved), dx, pass),
+                Some(_) => Err(foreign()),
+            },
         }
     }
 }
@@ -261,6 +300,7 @@ impl MixerSaved {
             Self::Attention(saved) => saved.bytes(),
             Self::LinearAttention(saved) => saved.bytes(),
             Self::ShortConv(saved) => saved.bytes(),
+            Self::Mlp(saved) => saved.bytes(),
         }
     }
 
@@ -273,6 +313,10 @@ impl MixerSaved {
                 Vec::new()
             }
             Self::ShortConv(saved) => {
+                saved.recycle(pass);
+                Vec::new()
+            }
+            Self::Mlp(saved) => {
                 saved.recycle(pass);
                 Vec::new()
             }

@@ -194,10 +194,10 @@ fn stream(schedule: &Schedule, rank: usize, due: &[DueMessages]) -> Vec<HashSet<
     let (mut groups, mut open, mut waiting) = (Vec::new(), HashSet::new(), Vec::new());
     for (action, due) in schedule.ranks[rank].iter().zip(due) {
         if let Some((from, _)) = schedule.sender(rank, *action) {
-            open.insert((from, rank, *action));
+            open.insert((from, rank, received(*action)));
             groups.push(std::mem::take(&mut open));
         }
-        waiting.extend(schedule.receiver(rank, *action).map(|(to, action)| (rank, to, action)));
+        waiting.extend(schedule.receiver(rank, *action).map(|(to, action)| (rank, to, received(action))));
         for receiver in &due.receivers {
             let oldest = waiting.iter().position(|(_, to, _)| to == receiver).unwrap();
             open.insert(waiting.remove(oldest));
@@ -208,6 +208,14 @@ fn stream(schedule: &Schedule, rank: usize, due: &[DueMessages]) -> Vec<HashSet<
     }
     assert!(open.is_empty() && waiting.is_empty(), "rank {rank}: {open:?} {waiting:?}");
     groups
+}
+
+/// The pass that names a message: its receiver may split its backward passes or not.
+fn received(action: Action) -> Action {
+    match action.pass {
+        Pass::InputBackward => Action { pass: Pass::Backward, ..action },
+        _ => action,
+    }
 }
 
 /// Returns whether streams end that run one group after another, each message when both ranks have reached it.
@@ -271,7 +279,9 @@ fn gradients_on_their_way_are_at_most_as_many_as_ranks() {
             for timed in timeline.ranks[rank].iter().filter(|timed| timed.action.pass != Pass::Forward) {
                 if let Some((to, action)) = schedule.receiver(rank, timed.action) {
                     let passes = &timeline.ranks[to];
-                    received_at.push(passes.iter().find(|timed| timed.action == action).unwrap().start);
+                    received_at.push(
+                        passes.iter().find(|timed| received(timed.action) == received(action)).unwrap().start,
+                    );
                 }
                 let on_their_way = received_at.iter().filter(|start| **start >= timed.end).count();
                 assert!(

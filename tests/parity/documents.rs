@@ -13,7 +13,8 @@ use ulysses::data::{
 use ulysses::engine::{Engine, initialize};
 use ulysses::memory::live_bytes;
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{Model, RandomWeights, preset};
+use ulysses::model::{Model, ModelConfig, RandomWeights, family, preset};
+use ulysses::nn::{LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MixerConfig};
 
 const SEQ_LEN: usize = 24;
 const LENS: [usize; 11] = [5, 11, 3, 24, 7, 2, 9, 19, 1, 4, 13];
@@ -68,6 +69,36 @@ fn documents_alone(rows: &[PackedSequence]) -> Vec<(u32, PackedSequence)> {
 }
 
 fn on_mesh<T: Send>(
+    mesh: (usize, usize),
+    rows: usize,
+    work: impl Fn(&mut Engine, &RankContext) -> anyhow::Result<T> + Sync,
+) -> Result<Vec<T>, LaunchError> {
+    with_model(&preset("nano").unwrap(), mesh, rows, work)
+}
+
+/// Layers of one branch: Mamba 2 with two groups of heads, attention and MLPs.
+fn hybrid() -> ModelConfig {
+    let mamba = LinearAttentionConfig {
+        num_key_heads: 2,
+        num_value_heads: 4,
+        key_head_dim: 6,
+        value_head_dim: 10,
+        conv_width: 4,
+        kind: LinearAttentionKind::Mamba2(Mamba2Config {
+            time_step_limits: [0.001, f64::INFINITY],
+            conv_bias: true,
+            projection_bias: false,
+        }),
+    };
+    let nano = preset("nano").unwrap().with_num_layers(4).with_attention(|layer| layer.rope = None);
+    let model = ModelConfig { family: family("nemotron_h").unwrap(), ..nano };
+    model
+        .with_mixer([true, false, false, false], mamba)
+        .with_mixer([false, true, false, true], MixerConfig::Mlp)
+}
+
+fn with_model<T: Send>(
+    model: &ModelConfig,
     (dp, sp): (usize, usize),
     rows: usize,
     work: impl Fn(&mut Engine, &RankContext) -> anyhow::Result<T> + Sync,
@@ -80,7 +111,7 @@ fn on_mesh<T: Send>(
     let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
     launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let model = Model::new(&preset("nano")?)?;
+        let model = Model::new(model)?;
         let mut engine = initialize(model, &RandomWeights { seed: 1 }, &config, &groups)?;
         work(&mut engine, &rank)
     })
@@ -127,8 +158,8 @@ fn packed_and_unpacked_documents_have_the_same_losses_on_every_mesh() {
 
 #[test]
 fn packed_and_unpacked_steps_have_the_same_loss_and_gradient() {
-    let step = |rows: &[PackedSequence], mesh: (usize, usize)| {
-        let outcomes = on_mesh(mesh, rows.len(), |engine, _| {
+    let step = |model: &ModelConfig, rows: &[PackedSequence], mesh: (usize, usize)| {
+        let outcomes = with_model(model, mesh, rows.len(), |engine, _| {
             let mut global = batch(rows);
             global.pad_to_multiple(mesh.0)?;
             let outcome = engine.run_global_batch(&global, 1)?;
@@ -136,13 +167,15 @@ fn packed_and_unpacked_steps_have_the_same_loss_and_gradient() {
         });
         outcomes.unwrap()[0]
     };
-    let (loss, norm) = step(&unpacked(), (1, 1));
     let packed = rows(documents(), Packing::Greedy);
-    for mesh in MESHES {
-        for rows in [&packed, &unpacked()] {
-            let (other_loss, other_norm) = step(rows, mesh);
-            assert!((other_loss - loss).abs() < 1e-5 * loss, "{mesh:?}: {other_loss} for {loss}");
-            assert!((other_norm - norm).abs() < 1e-5 * norm, "{mesh:?}: {other_norm} for {norm}");
+    for model in [preset("nano").unwrap(), hybrid()] {
+        let (loss, norm) = step(&model, &unpacked(), (1, 1));
+        for mesh in MESHES {
+            for rows in [&packed, &unpacked()] {
+                let (other_loss, other_norm) = step(&model, rows, mesh);
+                assert!((other_loss - loss).abs() < 1e-5 * loss, "{mesh:?}: {other_loss} for {loss}");
+                assert!((other_norm - norm).abs() < 1e-5 * norm, "{mesh:?}: {other_norm} for {norm}");
+            }
         }
     }
 }

@@ -20,5 +20,6 @@ mod reference;
 mod ring;
 mod sample;
 mod short_conv;
+mod single_branch;
 mod sinks;
 mod tensor_parallel;

@@ -351,7 +351,7 @@ fn mamba_config(config: &ReferenceConfig) -> LinearAttentionConfig {
         value_head_dim: mamba2::HEAD_DIM,
         conv_width: mamba2::CONV_WIDTH,
         kind: LinearAttentionKind::Mamba2(Mamba2Config {
-            time_step_limits: mamba2::TIME_STEP_LIMITS,
+            time_step_limits: mamba2::time_step_limits(config),
             conv_bias: true,
             projection_bias: config.mamba_biases(),
         }),
@@ -389,6 +389,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::StableLm, _, false, None) => "stablelm",
         (Family::Lfm2, _, false, None) => "lfm2",
         (Family::GraniteHybrid, _, false, None) => "granitemoehybrid",
+        (Family::NemotronH, _, false, None) => "nemotron_h",
         other => panic!("no family has {other:?}"),
     };
     let has_scale = [Family::Gemma2, Family::Gemma3, Family::Gemma4, Family::Granite, Family::GraniteHybrid];
@@ -425,6 +426,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
             (true, _) => LINEAR_ATTENTION.into(),
             (_, true) => conv.into(),
             _ if config.is_mamba(index) => mamba_config(config).into(),
+            _ if !config.has_attention(index) => MixerConfig::Mlp,
             _ => layer(&config.of_layer(index), index).into(),
         }
     };
@@ -444,7 +446,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         norm_offset: config.family.norm_offset(),
         centered_norms: config.family.is_centered(),
         norm_bias: config.family.has_norm_bias(),
-        mlp_bias: config.all_biases(),
+        mlp_bias: config.mlp_bias(),
         learned_positions: (config.family == Family::Gpt2).then_some(NUM_POSITIONS),
         multipliers: Multipliers { embedding, residual, logits },
         final_softcap,

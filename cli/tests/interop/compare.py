@@ -51,7 +51,8 @@ def trained(model):
 
 def named(results):
     """Returns results in f64 by name: files have some names that models have not, or those of the language model alone."""
-    plain = {name: name.replace("language_model.", "").replace("embed_out.", "lm_head.") for name in results}
+    others = {"language_model.": "", "embed_out.": "lm_head.", "backbone.": "model."}
+    plain = {name: functools.reduce(lambda name, other: name.replace(*other), others.items(), name) for name in results}
     return {plain[name]: tensor.double() for name, tensor in results.items()}
 
 

@@ -33,7 +33,7 @@ const MESHES: [&str; 6] =
 const ON_ALL_MESHES: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 54] = [
+const FAMILIES: [&str; 56] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -88,6 +88,8 @@ const FAMILIES: [&str; 54] = [
     "ministral3_vision",
     "qwen3_vision",
     "qwen3_5_vision",
+    "nemotron_h",
+    "nemotron_h_biases",
 ];
 
 fn main() -> ExitCode {

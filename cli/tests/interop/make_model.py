@@ -26,6 +26,8 @@ LONG_FACTORS = {
 ABSENT = object()
 EQUAL_HEADS = {"head_dim": ABSENT, "num_key_value_heads": ABSENT}
 WITHOUT_ROPE = {"rope_parameters": ABSENT, "intermediate_size": ABSENT, **EQUAL_HEADS}
+# The number of layers is that of their list.
+WITHOUT_POSITIONS = {"rope_parameters": ABSENT, "num_hidden_layers": ABSENT}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 # Every rotary embedding and every variant of the block. Sequences have 40 tokens, so
@@ -213,6 +215,35 @@ FAMILIES = {
         "mamba_proj_bias": True,
         "mamba_conv_bias": False,
         "position_embedding_type": "rope",
+    },
+    # Two groups of heads in an odd number of elements, and time steps of which some are clamped.
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+        "hidden_size": 56,
+        "intermediate_size": 75,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 9,
+        "n_groups": 2,
+        "ssm_state_size": 11,
+        "chunk_size": 16,
+        "time_step_min": 0.4,
+        **WITHOUT_POSITIONS,
+    },
+    "nemotron_h_biases": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["full_attention", "linear_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 5,
+        "mamba_head_dim": 13,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "conv_kernel": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "mlp_bias": True,
+        "layer_norm_epsilon": 1e-3,
+        **WITHOUT_POSITIONS,
     },
     # Of these the language model is one part.
     "gemma3_vision": {"model_type": "gemma3", "mm_tokens_per_image": 4},

@@ -1,16 +1,19 @@
 //! The decoder block.
 
 mod block;
+mod divided_branch;
 mod parallel;
+mod single_branch;
 mod tensor_parallel;
 
 pub use parallel::ParallelDecoderLayer;
+pub use single_branch::SingleBranchLayer;
 
 use crate::families::ModelConfig;
 use crate::nn::{
     AttentionProjections, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init, Layer, LayerError,
-    MixerKept, MlpProjections, Parameter, ParameterList, TensorRank, TokenMixer, WeightLayout, WeightSpec,
-    recycle_unless,
+    MixerConfig, MixerKept, MixerParts, MlpProjections, Parameter, ParameterList, TensorRank, TokenMixer,
+    WeightLayout, WeightSpec, recycle_unless,
 };
 use block::{Block, BlockOutputs, SavedBlock, foreign};
 use candle_core::Tensor;
@@ -48,6 +51,8 @@ pub struct DecoderParts {
     pub mlp_norms: BranchNorms,
     /// The projections of the attention.
     pub attention: AttentionProjections,
+    /// The name of a Mamba 2.
+    pub mamba: &'static str,
     /// The projections of the MLP.
     pub mlp: MlpProjections,
     /// The dimensions of their weights.
@@ -64,6 +69,7 @@ impl DecoderParts {
         attention_norms: BranchNorms { before: Some("input_layernorm"), after: None },
         mlp_norms: BranchNorms { before: Some("post_attention_layernorm"), after: None },
         attention: AttentionProjections::LLAMA,
+        mamba: "mamba",
         mlp: MlpProjections::LLAMA,
         weights: WeightLayout::OutIn,
         activation: Activation::Silu,
@@ -84,16 +90,33 @@ impl DecoderParts {
         index: usize,
         parameters: &mut ParameterList,
     ) -> (TokenMixer, GatedMlp) {
-        let Self { attention, mlp, weights: layout, activation, .. } = self;
-        let ModelConfig { hidden_size: hidden, intermediate_size, initializer_range: std, .. } = *config;
-        // The two projections that write to the residual stream start smaller, by the square root of their number
-        // (GPT-2, section 2.3), so that the variance does not grow with depth.
-        let residual = std / (2.0 * config.num_layers() as f64).sqrt();
-        let weights = [std, residual].map(|std| WeightSpec { init: Init::Normal { std }, layout });
-        let mixer = (config.layers[index], config.norm());
-        let mixer = TokenMixer::new(parameters, attention, hidden, mixer, weights);
-        let mlp = GatedMlp::new(parameters, mlp, activation, [hidden, intermediate_size], weights);
-        (mixer, mlp)
+        assert_ne!(config.layers[index], MixerConfig::Mlp, "a layer with an MLP alone has one branch");
+        let weights = self.weights(config, 2 * config.num_layers());
+        let mixer = self.mixer(config, index, weights, parameters);
+        let sizes = [config.hidden_size, config.intermediate_size];
+        (mixer, GatedMlp::new(parameters, self.mlp, self.activation, sizes, weights))
+    }
+
+    /// Adds the parameters of the token mixer of layer `index`, or of the MLP in its place.
+    fn mixer(
+        self,
+        config: &ModelConfig,
+        index: usize,
+        weights: [WeightSpec; 2],
+        parameters: &mut ParameterList,
+    ) -> TokenMixer {
+        let Self { attention, mamba, mlp, activation, .. } = self;
+        let (parts, mixer) =
+            (MixerParts { attention, mamba, mlp, activation }, (config.layers[index], config.norm()));
+        TokenMixer::new(parameters, parts, [config.hidden_size, config.intermediate_size], mixer, weights)
+    }
+
+    /// The weights of a module. The projections that write to the residual stream start smaller, by the square root of their number
+    /// (GPT-2, section 2.3), so that the variance does not grow with depth.
+    fn weights(self, config: &ModelConfig, num_branches: usize) -> [WeightSpec; 2] {
+        let std = config.initializer_range;
+        [std, std / (num_branches as f64).sqrt()]
+            .map(|std| WeightSpec { init: Init::Normal { std }, layout: self.weights })
     }
 
     /// Adds the norms of queries and keys, then the biases of the modules, if there are any.

@@ -41,7 +41,7 @@ const PARTS: DecoderParts = DecoderParts {
     mlp: MlpProjections::Plain(["mlp.c_fc", "mlp.c_proj"]),
     weights: WeightLayout::InOut,
     activation: Activation::GeluTanh,
-    scalar: None,
+    ..DecoderParts::LLAMA
 };
 
 /// Fields of a model for other tasks, and one that changes the precision of attention only.

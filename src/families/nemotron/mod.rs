@@ -1,5 +1,9 @@
 //! Nemotron and Minitron (arXiv 2402.16819, 2407.14679; dense): LayerNorm with weights around 0, an MLP without a gate with
-//! squared ReLU, and rotation of half of each head.
+//! squared ReLU, and rotation of half of each head. And the hybrids that came after them.
+
+mod hybrid;
+
+pub(super) use hybrid::NEMOTRON_H;
 
 use super::read::remove_fields;
 use super::{DecoderLayer, DecoderParts, Family, HfConfig, ModelConfig, ModelError, ModelNames};

@@ -250,5 +250,24 @@ fn read_json(path: &Path) -> Result<Value, ModelError> {
         .map_err(|source| ModelError::Io { path: path.to_owned(), source })?;
     let invalid =
         |error| ModelError::Format { path: path.to_owned(), reason: format!("not valid JSON: {error}") };
-    serde_json::from_str(&text).map_err(invalid)
+    let read = serde_json::from_str(&text);
+    read.or_else(|error| serde_json::from_str(&with_infinity(&text)).map_err(|_| invalid(error)))
+}
+
+/// Python writes infinity as a word, which JSON does not have: replaced by that of transformers 5.
+fn with_infinity(text: &str) -> String {
+    let (mut out, mut rest) = (String::with_capacity(text.len()), text);
+    let (mut in_string, mut is_escaped) = (false, false);
+    while let Some(next) = rest.chars().next() {
+        if !in_string && let Some(after) = rest.strip_prefix("Infinity") {
+            out.push_str(r#"{"__float__":"Infinity"}"#);
+            rest = after;
+            continue;
+        }
+        in_string ^= next == '"' && !is_escaped;
+        is_escaped = next == '\\' && !is_escaped;
+        out.push(next);
+        rest = &rest[next.len_utf8()..];
+    }
+    out
 }

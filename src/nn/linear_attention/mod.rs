@@ -9,7 +9,7 @@
 //! y = out_proj(norm(o) · silu(in_proj_z(x)))  the norm is that of each head
 //! ```
 //!
-//! Mamba 2 (arXiv 2405.21060), as in Granite 4, where C is called q, B k, and x v:
+//! Mamba 2 (arXiv 2405.21060), as in Granite 4 and Nemotron-H, where C is called q, B k, and x v:
 //!
 //! ```text
 //! z, (v, k, q), a = in_proj(x)
@@ -70,10 +70,11 @@ pub struct LinearAttention {
 }
 
 impl LinearAttention {
-    /// Adds the parameters under `linear_attn`, or `mamba` for Mamba 2, with initial values `init`, those of `out_proj` with
+    /// Adds the parameters under `linear_attn`, or the name `mamba` for Mamba 2, with initial values `init`, those of `out_proj` with
     /// `out_init`.
     pub fn new(
         parameters: &mut ParameterList,
+        mamba: &str,
         hidden_size: usize,
         shape: LinearAttentionConfig,
         eps: f64,
@@ -84,7 +85,7 @@ impl LinearAttention {
                 Self::gated_delta_net(parameters, hidden_size, shape, eps, inits)
             }
             LinearAttentionKind::Mamba2(options) => {
-                Self::mamba2(parameters, "mamba", hidden_size, (shape, options), eps, inits)
+                Self::mamba2(parameters, mamba, hidden_size, (shape, options), eps, inits)
             }
         }
     }

@@ -65,8 +65,8 @@ impl TokenMixer {
         Ok((output, chunks.into_iter().map(MixerSaved::Attention).collect()))
     }
 
-    /// As [`recompute`](Self::recompute), where the output is not needed. An attention, which must have no output gate, is not run:
-    /// [`backward`](Self::backward) computes again what is missing. `input` is called if the module must run.
+    /// As [`recompute`](Self::recompute), where the output is not needed. An attention, which must have no output gate, and an MLP are
+    /// not run: [`backward`](Self::backward) computes again what is missing. `input` is called if the module must run.
     ///
     /// # Errors
     /// As [`recompute`](Self::recompute).
@@ -77,7 +77,7 @@ impl TokenMixer {
         checkpoint: &mut impl Iterator<Item = Tensor>,
         pass: &ForwardPass<'_>,
     ) -> Result<Vec<MixerSaved>, LayerError> {
-        if self.recomputes_chunks(pass.ctx) {
+        if self.recomputes_chunks(pass.ctx) || matches!(self, Self::Mlp(_)) {
             return Ok(Vec::new());
         }
         if self.attention().is_some() {

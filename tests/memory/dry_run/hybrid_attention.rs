@@ -1,9 +1,9 @@
-//! Models with linear attention and attention with a gate, with Mamba 2, and with short convolutions.
+//! Models with linear attention and attention with a gate, with Mamba 2, with layers of one branch, and with short convolutions.
 
 use super::{Case, case};
 use serde_json::{Value, json};
-use ulysses::model::{ModelConfig, shape};
-use ulysses::nn::{MixerConfig, ShortConvConfig};
+use ulysses::model::{ModelConfig, Multipliers, family, shape};
+use ulysses::nn::{LinearAttentionKind, MixerConfig, ShortConvConfig};
 
 /// Three layers with linear attention of two key and four value heads, one with a gate.
 fn hybrid() -> ModelConfig {
@@ -34,6 +34,21 @@ fn mamba() -> ModelConfig {
     ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
 }
 
+/// Layers of one branch: the Mamba 2 and the attention of [`mamba`], and MLPs.
+fn single_branches() -> ModelConfig {
+    let model = ModelConfig { family: family("nemotron_h").unwrap(), ..mamba() }
+        .with_attention(|layer| layer.scale = None);
+    let mut model = ModelConfig { multipliers: Multipliers::default(), tie_word_embeddings: false, ..model };
+    for layer in &mut model.layers {
+        if let MixerConfig::LinearAttention(linear) = layer {
+            let LinearAttentionKind::Mamba2(mamba) = &mut linear.kind else { continue };
+            mamba.time_step_limits[0] = 0.001;
+        }
+    }
+    model.layers = model.layers.into_iter().flat_map(|layer| [layer, MixerConfig::Mlp]).collect();
+    model
+}
+
 /// Short convolutions of 64 channels in four of five layers.
 fn convolutions() -> ModelConfig {
     let model = shape("LFM2-350M").unwrap().with_num_layers(5).with_attention(|layer| {
@@ -44,7 +59,7 @@ fn convolutions() -> ModelConfig {
     ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
 }
 
-/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Mamba 2. Convolutions.
+/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Mamba 2. Layers of one branch. Convolutions.
 pub(super) fn cases() -> Vec<Case> {
     let ulysses = |ulysses: Value| json!({ "zero_optimization": { "stage": 2 }, "ulysses": ulysses });
     let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
@@ -69,6 +84,10 @@ pub(super) fn cases() -> Vec<Case> {
         case("Mamba 2, 2 x 2, recomputed", mamba(), (2, 2), 22, ulysses(recompute(false))),
         case("Mamba 2, 1 x 4, chunks", mamba(), (1, 4), 25, ulysses(chunks.clone())),
         case("Mamba 2, pp 2, a ring of 2, tp 2", mamba(), (1, 2), 24, with_tp(2)),
+        case("one branch, 2 x 3", single_branches(), (2, 3), 23, ulysses(json!({}))),
+        case("one branch, 1 x 2, recomputed", single_branches(), (1, 2), 22, ulysses(recompute(false))),
+        case("one branch, 1 x 4, chunks", single_branches(), (1, 4), 25, ulysses(chunks.clone())),
+        case("one branch, pp 2, a ring of 2, tp 2", single_branches(), (1, 2), 24, with_tp(2)),
         case("convolutions, 2 x 3", convolutions(), (2, 3), 23, ulysses(json!({}))),
         case("convolutions, 1 x 2, recomputed", convolutions(), (1, 2), 22, ulysses(recompute(false))),
         case("convolutions, 1 x 4, chunks", convolutions(), (1, 4), 25, ulysses(chunks)),

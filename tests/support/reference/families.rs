@@ -38,12 +38,18 @@ pub enum Family {
     GptOss,
     /// Mamba 2 in every layer but the last.
     GraniteHybrid,
+    /// Layers with one branch each: Mamba 2, an MLP, attention, an MLP, and again.
+    NemotronH,
 }
 
 /// Names of the parameters of a block.
 pub struct BlockNames {
     /// Before the index of the layer.
     pub layers: &'static str,
+    /// Before the names of the projections of queries, keys and values.
+    pub attention: &'static str,
+    /// Before those of Mamba 2.
+    pub mamba: &'static str,
     /// Queries, keys and values in one parameter.
     pub qkv: Option<&'static str>,
     pub o: &'static str,
@@ -122,6 +128,8 @@ impl Family {
     pub fn block_names(self) -> BlockNames {
         let llama = BlockNames {
             layers: "model.layers",
+            attention: "self_attn",
+            mamba: "mamba",
             qkv: None,
             o: "self_attn.o_proj",
             qk_norms: ["self_attn.q_norm", "self_attn.k_norm"],
@@ -148,6 +156,14 @@ impl Family {
                 ..llama
             },
             Self::StarCoder2 => BlockNames { plain_mlp: Some(["mlp.c_fc", "mlp.c_proj"]), ..llama },
+            Self::NemotronH => BlockNames {
+                layers: "backbone.layers",
+                attention: "mixer",
+                mamba: "mixer",
+                o: "mixer.o_proj",
+                plain_mlp: Some(["mixer.up_proj", "mixer.down_proj"]),
+                ..llama
+            },
             Self::Nemotron => BlockNames { plain_mlp: Some(["mlp.up_proj", "mlp.down_proj"]), ..llama },
             Self::Gpt2 => BlockNames {
                 layers: "transformer.h",
@@ -172,6 +188,7 @@ impl Family {
             Self::Gpt2 => ("transformer.wte", "transformer.ln_f", "lm_head"),
             Self::GptNeoX => ("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"),
             Self::Lfm2 => ("model.embed_tokens", "model.embedding_norm", "lm_head"),
+            Self::NemotronH => ("backbone.embeddings", "backbone.norm_f", "lm_head"),
             _ => ("model.embed_tokens", "model.norm", "lm_head"),
         };
         OuterNames { embedding, norm, head }
@@ -224,6 +241,7 @@ impl Family {
             Self::Cohere | Self::Cohere2 => [input, None, None, None],
             Self::Gpt2 => [Some("ln_1"), None, Some("ln_2"), None],
             Self::Lfm2 => [Some("operator_norm"), None, Some("ffn_norm"), None],
+            Self::NemotronH => [Some("norm"), None, None, None],
             _ => [input, None, post_attention, None],
         }
     }
@@ -261,22 +279,38 @@ impl ReferenceConfig {
 
     /// Whether a layer has Mamba 2 instead of attention.
     pub fn is_mamba(&self, layer: usize) -> bool {
-        self.family == Family::GraniteHybrid && layer + 1 < self.num_layers
+        match self.family {
+            Family::GraniteHybrid => layer + 1 < self.num_layers,
+            Family::NemotronH => layer.is_multiple_of(4),
+            _ => false,
+        }
+    }
+
+    /// Whether a layer has an MLP: every one, or every other one of Nemotron-H, which then has nothing else.
+    pub fn has_mlp(&self, layer: usize) -> bool {
+        self.family != Family::NemotronH || layer % 2 == 1
     }
 
     /// Whether a layer has attention.
     pub fn has_attention(&self, layer: usize) -> bool {
-        !self.is_linear(layer) && !self.is_conv(layer) && !self.is_mamba(layer)
+        let is_mlp = self.family == Family::NemotronH && self.has_mlp(layer);
+        !self.is_linear(layer) && !self.is_conv(layer) && !self.is_mamba(layer) && !is_mlp
     }
 
     /// Whether q, k and v have biases.
     pub fn has_qkv_bias(&self) -> bool {
-        self.qkv_bias && !matches!(self.family, Family::Lfm2 | Family::GraniteHybrid) || self.all_biases()
+        let of_others = matches!(self.family, Family::Lfm2 | Family::GraniteHybrid | Family::NemotronH);
+        self.qkv_bias && !of_others || self.all_biases()
     }
 
     /// Whether the projections of Mamba 2 have biases.
     pub fn mamba_biases(&self) -> bool {
-        self.family == Family::GraniteHybrid && self.qkv_bias
+        matches!(self.family, Family::GraniteHybrid | Family::NemotronH) && self.qkv_bias
+    }
+
+    /// Whether the projections of MLPs have biases.
+    pub fn mlp_bias(&self) -> bool {
+        self.all_biases() || self.family == Family::NemotronH && self.qkv_bias
     }
 
     /// Groups of B and C of Mamba 2: two in models with biases.
@@ -299,7 +333,7 @@ impl ReferenceConfig {
         match self.family {
             Family::Gemma3 | Family::Gemma4 if self.window(layer).is_some() => Some(LOCAL_THETA),
             Family::SmolLm3 if layer % 2 == 1 => None,
-            Family::Gpt2 | Family::GraniteHybrid => None,
+            Family::Gpt2 | Family::GraniteHybrid | Family::NemotronH => None,
             Family::Exaone4 | Family::Cohere2 if self.window(layer).is_none() => None,
             _ => Some(self.rope_theta),
         }

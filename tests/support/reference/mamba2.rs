@@ -1,6 +1,7 @@
 //! Mamba 2 (arXiv 2405.21060), token by token, in the letters of the paper.
 
 use super::batch::document_ids;
+use super::families::Family;
 use super::linear_attention::{convolution, sigmoid};
 use super::weights::{ReferenceConfig, Weights, weight};
 use anyhow::Result;
@@ -19,7 +20,13 @@ pub const STATE: usize = 5;
 pub const CONV_WIDTH: usize = 4;
 
 /// Bounds of the time steps, which clamp some.
-pub const TIME_STEP_LIMITS: [f64; 2] = [0.3, 1.4];
+const TIME_STEP_LIMITS: [f64; 2] = [0.3, 1.4];
+
+/// Those of a model: Nemotron-H has the lower one alone.
+pub fn time_step_limits(config: &ReferenceConfig) -> [f64; 2] {
+    let [least, most] = TIME_STEP_LIMITS;
+    [least, if config.family == Family::NemotronH { f64::INFINITY } else { most }]
+}
 
 /// Elements of all heads.
 const INNER: usize = HEADS * HEAD_DIM;
@@ -77,7 +84,7 @@ pub fn mamba2(
         anyhow::Ok(xbc.narrow(1, start, keys)?.reshape((seq_len, groups, STATE))?.index_select(&of_head, 1)?)
     };
     let (b, c) = (per_head(INNER)?, per_head(INNER + keys)?); // [S, H, N]
-    let [least, most] = TIME_STEP_LIMITS;
+    let [least, most] = time_step_limits(config);
     let step = (time.broadcast_add(get("dt_bias")?)?.exp()? + 1.0)?.log()?.clamp(least, most)?; // [S, H]
     let decay = step.broadcast_mul(&get("A_log")?.exp()?)?.neg()?.exp()?;
 

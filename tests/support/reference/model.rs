@@ -56,13 +56,14 @@ pub fn row_logits(
             let weight = &**get(&format!("{}.weight", name(part)))?;
             anyhow::Ok(if family == Family::Gpt2 { weight.t()?.contiguous()? } else { weight.clone() })
         };
-        let project = |x: &Tensor, part_name: &str| {
+        let linear_of = |x: &Tensor, part_name: &str, has_bias: bool| {
             let y = linear(x, &part(part_name)?)?;
-            anyhow::Ok(match config.all_biases() {
+            anyhow::Ok(match has_bias {
                 true => y.broadcast_add(get(&format!("{}.bias", name(part_name)))?)?,
                 false => y,
             })
         };
+        let project = |x: &Tensor, part: &str| linear_of(x, part, config.all_biases());
         let maybe_norm = |x: Tensor, part: Option<&str>| match part {
             Some(part) => norm(&x, &name(part)),
             None => Ok(x),
@@ -81,7 +82,7 @@ pub fn row_logits(
             if let Some(qkv) = block.qkv {
                 return columns(config, &project(&h, qkv)?, letter);
             }
-            let projection = format!("self_attn.{letter}_proj");
+            let projection = format!("{}.{letter}_proj", block.attention);
             if config.all_biases() || !config.has_qkv_bias() {
                 return project(&h, &projection);
             }
@@ -130,10 +131,23 @@ pub fn row_logits(
             }
             project(&merge_heads(&attended)?, block.o)
         };
+        let plain_mlp = |h: &Tensor, [first, second]: [&str; 2]| {
+            let inner = activation(family, &linear_of(h, first, config.mlp_bias())?)?;
+            linear_of(&inner, second, config.mlp_bias())
+        };
+        if let (Family::NemotronH, Some(names)) = (family, block.plain_mlp) {
+            let output = match (config.has_mlp(layer), config.is_mamba(layer)) {
+                (true, _) => plain_mlp(&h, names)?,
+                (_, true) => mamba2(config, weights, &name(block.mamba), &h, position_ids)?,
+                _ => attend()?,
+            };
+            x = (x + output)?;
+            continue;
+        }
         let output = match (config.is_linear(layer), config.is_conv(layer)) {
             (true, _) => linear_attention(config, weights, layer, &h, position_ids)?,
             (_, true) => short_conv(config, weights, layer, &h, position_ids)?,
-            _ if config.is_mamba(layer) => mamba2(config, weights, &name("mamba"), &h, position_ids)?,
+            _ if config.is_mamba(layer) => mamba2(config, weights, &name(block.mamba), &h, position_ids)?,
             _ => attend()?,
         };
         let output = maybe_norm(output, after_attention)?;
@@ -147,7 +161,7 @@ pub fn row_logits(
         };
         let [gate, up, down] = block.gated_mlp;
         let output = match (block.plain_mlp, block.fused_gate_up) {
-            (Some([first, second]), _) => project(&activation(family, &project(&h, first)?)?, second)?,
+            (Some(names), _) => plain_mlp(&h, names)?,
             (None, Some(gate_up)) => {
                 let gate_up = project(&h, gate_up)?; // [S, 2·F]
                 let size = config.intermediate_size;
@@ -199,7 +213,7 @@ fn activation(family: Family, x: &Tensor) -> Result<Tensor> {
         family if family.is_gemma() => gelu_tanh(x),
         // x · Φ(x)
         Family::GptNeoX => Ok((x * ((x / 2f64.sqrt())?.erf()? + 1.0)?)?.affine(0.5, 0.0)?),
-        Family::Nemotron => Ok(x.relu()?.sqr()?),
+        Family::Nemotron | Family::NemotronH => Ok(x.relu()?.sqr()?),
         _ => silu(x),
     }
 }

@@ -37,7 +37,7 @@ pub struct ReferenceConfig {
     pub partial_rotary_factor: f64,
     pub rms_norm_eps: f64,
     pub tie_word_embeddings: bool,
-    /// Biases on q, k and v, as in Qwen2; in LFM2, of the convolutions; in Granite's hybrids, of Mamba 2.
+    /// Biases on q, k and v, as in Qwen2; in LFM2, of the convolutions; in hybrids, of Mamba 2, and of MLPs in Nemotron-H.
     pub qkv_bias: bool,
     /// Norms over each head of q and k, as in Qwen3.
     pub qk_norm: bool,
@@ -148,13 +148,15 @@ impl ReferenceConfig {
                 Some(qkv) => add_bias(qkv, q_size + 2 * kv_size),
                 None if self.has_qkv_bias() => {
                     for (part, size) in [("q", q_size), ("k", kv_size), ("v", kv_size)] {
-                        add_bias(&format!("self_attn.{part}_proj"), size);
+                        add_bias(&format!("{}.{part}_proj", block.attention), size);
                     }
                 }
                 None => {}
             }
             if self.all_biases() {
                 add_bias(block.o, hidden);
+            }
+            if self.mlp_bias() && self.has_mlp(layer) {
                 match block.plain_mlp {
                     Some([first, second]) => {
                         add_bias(first, intermediate);
@@ -189,35 +191,38 @@ impl ReferenceConfig {
                 add(qkv, vec![q_size + 2 * kv_size, hidden]);
             } else if self.has_attention(layer) {
                 let gated = if self.family == Family::Qwen35 { 2 } else { 1 };
-                add("self_attn.q_proj", vec![gated * q_size, hidden]);
-                add("self_attn.k_proj", vec![kv_size, hidden]);
+                add(&format!("{}.q_proj", block.attention), vec![gated * q_size, hidden]);
+                add(&format!("{}.k_proj", block.attention), vec![kv_size, hidden]);
                 if !self.is_global(layer) {
-                    add("self_attn.v_proj", vec![kv_size, hidden]);
+                    add(&format!("{}.v_proj", block.attention), vec![kv_size, hidden]);
                 }
             }
             if self.has_attention(layer) {
                 add(block.o, vec![hidden, q_size]);
             }
-            if let Some([first, second]) = block.plain_mlp {
-                add(first, vec![intermediate, hidden]);
-                add(second, vec![hidden, intermediate]);
-                continue;
-            }
-            if let Some(gate_up) = block.fused_gate_up {
-                add(gate_up, vec![2 * intermediate, hidden]);
-            } else {
-                add(block.gated_mlp[0], vec![intermediate, hidden]);
-                add(block.gated_mlp[1], vec![intermediate, hidden]);
-            }
-            add(block.gated_mlp[2], vec![hidden, intermediate]);
+            let mlp = match (block.plain_mlp, block.fused_gate_up) {
+                _ if !self.has_mlp(layer) => vec![],
+                (Some([first, second]), _) => {
+                    vec![(first, [intermediate, hidden]), (second, [hidden, intermediate])]
+                }
+                (None, Some(gate_up)) => {
+                    vec![(gate_up, [2 * intermediate, hidden]), (block.gated_mlp[2], [hidden, intermediate])]
+                }
+                (None, None) => {
+                    let [gate, up, down] = block.gated_mlp;
+                    let inner = [gate, up].map(|name| (name, [intermediate, hidden]));
+                    inner.into_iter().chain([(down, [hidden, intermediate])]).collect()
+                }
+            };
+            mlp.into_iter().for_each(|(name, shape)| add(name, shape.to_vec()));
             let (module, parts) = match (self.is_linear(layer), self.is_conv(layer)) {
                 (true, _) => ("linear_attn", linear_attention::parameter_shapes(hidden)),
                 (_, true) => ("conv", short_conv::parameter_shapes(hidden, self.conv_bias())),
-                _ if self.is_mamba(layer) => ("mamba", mamba2::parameter_shapes(self)),
+                _ if self.is_mamba(layer) => (block.mamba, mamba2::parameter_shapes(self)),
                 _ => continue,
             };
             for (part, shape) in parts {
-                shapes.insert(format!("model.layers.{layer}.{module}.{part}"), shape);
+                shapes.insert(format!("{}.{layer}.{module}.{part}", block.layers), shape);
             }
         }
         shapes.insert(format!("{}.weight", outer.norm), vec![hidden]);
@@ -267,11 +272,13 @@ pub fn random_weights(config: &ReferenceConfig, seed: u64) -> Result<Weights> {
             (1, _) => 1.0 - config.family.norm_offset() + rng.random_range(-0.3..0.3),
             // Looked up, not multiplied: the rows themselves are of order 1. A tied
             // embedding is the head as well, so it takes the scale of a matrix.
-            (_, "model.embed_tokens.weight" | "gpt_neox.embed_in.weight" | "transformer.wte.weight")
-                if !config.tie_word_embeddings =>
-            {
-                standard_normal(&mut rng)
-            }
+            (
+                _,
+                "model.embed_tokens.weight"
+                | "gpt_neox.embed_in.weight"
+                | "transformer.wte.weight"
+                | "backbone.embeddings.weight",
+            ) if !config.tie_word_embeddings => standard_normal(&mut rng),
             _ => STRENGTH / fan_in.sqrt() * standard_normal(&mut rng),
         };
         let elements: Vec<f64> = (0..num_elements).map(|_| f64::from(element() as f32)).collect();

@@ -2,7 +2,7 @@
 
 use super::ParallelDecoderLayer;
 use crate::families::decoder_layer::block::{Block, BlockOutputs, SavedBlock};
-use crate::families::decoder_layer::tensor_parallel::gathered_input;
+use crate::families::decoder_layer::divided_branch::{gather_input, gathered_input};
 use crate::nn::{
     BackwardPass, Branch, ForwardPass, LayerError, MixerKept, ParameterList, TensorRank, TokenMixer,
     recycle_unless,
@@ -105,12 +105,4 @@ impl Block for DividedParallelDecoder {
         forward.recycle([input, rstd, of_attention, of_mlp, dnormed]);
         Ok(dy)
     }
-}
-
-/// The input of a branch's module, for all tokens.
-fn gather_input(branch: &Branch, x: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
-    let (input, normed, rstd) = gathered_input(branch, x, pass)?;
-    recycle_unless(normed, x, pass);
-    pass.recycle([rstd]);
-    Ok(input)
 }

@@ -1,0 +1,113 @@
+//! The block of one branch.
+
+use super::block::{Block, BlockOutputs, SavedBlock, foreign};
+use super::{DecoderParts, divided_branch};
+use crate::families::ModelConfig;
+use crate::nn::{
+    BackwardPass, Branch, ForwardPass, Layer, LayerError, MixerKept, ParameterList, TensorRank, TokenMixer,
+    recycle_unless,
+};
+use candle_core::Tensor;
+
+/// `y = x + multiplier · module(norm(x))`, where the module is a token mixer or an MLP (Nemotron-H, arXiv 2504.03624).
+#[derive(Debug)]
+pub struct SingleBranchLayer {
+    parameters: ParameterList,
+    branch: Branch,
+    module: TokenMixer,
+    /// Whether ranks of tp have parts of the module, and some of the tokens around it.
+    is_divided: bool,
+}
+
+impl SingleBranchLayer {
+    /// Creates layer `index` of a model, with the norm of the attention's branch.
+    ///
+    /// # Panics
+    /// If the model has no such layer, the parts have a norm after a module, or the attention has an output gate.
+    pub fn with_parts(config: &ModelConfig, index: usize, parts: DecoderParts) -> Self {
+        assert_eq!(parts.attention_norms.after, None, "a layer of one branch has no norm behind its module");
+        let has_gate = config.layers[index].attention().is_some_and(|attention| attention.output_gate);
+        assert!(!has_gate, "the attention of a layer of one branch has no output gate");
+        let mut parameters = ParameterList::new(config.layer_name(index));
+        let weights = parts.weights(config, config.num_layers());
+        let mut module = parts.mixer(config, index, weights, &mut parameters);
+        let (norm, factor) = (config.norm(), config.multipliers.residual);
+        let branch = Branch::new(&mut parameters, parts.attention_norms, config.hidden_size, norm, factor);
+        match &mut module {
+            TokenMixer::Mlp(mlp) if config.mlp_bias => mlp.add_biases(&mut parameters, parts.mlp),
+            mixer => mixer.add_norms_and_biases(&mut parameters, parts.attention, norm),
+        }
+        Self { parameters, branch, module, is_divided: false }
+    }
+}
+
+impl Block for SingleBranchLayer {
+    fn parameter_list(&self) -> &ParameterList {
+        &self.parameters
+    }
+
+    fn mixer(&self) -> &TokenMixer {
+        &self.module
+    }
+
+    fn divide(mut self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
+        self.module.divide(&mut self.parameters, tp)?;
+        let branch = self.branch.around_module_alone();
+        Ok(Box::new(Self { branch, is_divided: true, ..self }))
+    }
+
+    fn run(
+        &self,
+        x: &Tensor,
+        kept: &mut MixerKept,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(Tensor, BlockOutputs), LayerError> {
+        let Self { branch, module, .. } = self;
+        if !self.is_divided {
+            return Ok((module.forward(branch, x, kept, pass)?, BlockOutputs::default()));
+        }
+        let alone = |input: &Tensor| Ok((module.forward(&Branch::module_alone(), input, kept, pass)?, ()));
+        let (output, ()) = divided_branch::run(branch, x, alone, pass)?;
+        let y = branch.join(x, &output, pass)?;
+        recycle_unless(output, &y, pass);
+        Ok((y, BlockOutputs::default()))
+    }
+
+    fn recompute(
+        &self,
+        x: Tensor,
+        kept: &mut impl Iterator<Item = Tensor>,
+        pass: &ForwardPass<'_>,
+    ) -> Result<SavedBlock, LayerError> {
+        let mixer = match self.is_divided {
+            true => {
+                let input = || divided_branch::gather_input(&self.branch, &x, pass);
+                self.module.recompute_state(&Branch::module_alone(), input, kept, pass)?
+            }
+            false => self.module.recompute_state(&self.branch, || Ok(x.clone()), kept, pass)?,
+        };
+        Ok(SavedBlock { x, mixer, outputs: BlockOutputs::default() })
+    }
+
+    fn run_backward(
+        &self,
+        SavedBlock { x, mixer: saved, .. }: SavedBlock,
+        dy: Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        let Self { branch, module, .. } = self;
+        // Without a norm behind the module, its output is not needed.
+        let doutput = branch.backward_join(|| Err(foreign(&pass.forward)), &dy, pass)?;
+        match self.is_divided {
+            true => {
+                let alone = Branch::module_alone();
+                let module =
+                    |input: &Tensor, dy: &Tensor| module.backward(&alone, input, saved, (dy, dy), pass);
+                divided_branch::run_backward(branch, &x, (&doutput, &dy), module, pass)?;
+            }
+            false => module.backward(branch, &x, saved, (&doutput, &dy), pass)?,
+        }
+        recycle_unless(doutput, &dy, &pass.forward);
+        Ok(dy)
+    }
+}

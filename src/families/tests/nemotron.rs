@@ -1,0 +1,122 @@
+//! Descriptions of Nemotron-H.
+
+use super::*;
+use crate::nn::Mamba2Config;
+
+/// All kinds of layers, with and without biases.
+pub(super) fn descriptions() -> [ModelConfig; 2] {
+    let config = of_family("nemotron_h").with_num_layers(4);
+    [(false, 2), (true, 1)].map(|(biases, groups)| {
+        let mamba = LinearAttentionConfig {
+            num_key_heads: groups,
+            num_value_heads: 6,
+            key_head_dim: 5,
+            value_head_dim: 8,
+            conv_width: 3,
+            kind: LinearAttentionKind::Mamba2(Mamba2Config {
+                time_step_limits: [if biases { 0.25 } else { 0.0 }, f64::INFINITY],
+                conv_bias: !biases,
+                projection_bias: biases,
+            }),
+        };
+        let config = config.clone().with_mixer([true, false, false, true], mamba);
+        let config = config.with_mixer([false, biases, !biases, false], MixerConfig::Mlp);
+        ModelConfig { mlp_bias: biases, ..config }
+    })
+}
+
+/// With fields of kernels, of initial values and of code of its own, as Python writes it.
+const PUBLISHED: &str = r#"{
+    "architectures": ["NemotronHForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+    "attention_head_dim": 128, "bos_token_id": 1, "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2,
+    "expand": 2, "head_dim": 128, "hidden_dropout": 0.0, "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "initializer_range": 0.02, "intermediate_size": 21504, "layer_norm_epsilon": 1e-05, "license": "\"Infinity\\",
+    "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 128, "mamba_proj_bias": false,
+    "max_position_embeddings": 8192, "mlp_bias": false, "mlp_hidden_act": "relu2", "model_type": "nemotron_h",
+    "n_groups": 8, "num_attention_heads": 32, "num_hidden_layers": 52, "num_key_value_heads": 8,
+    "num_logits_to_keep": 1, "rescale_prenorm_residual": true, "residual_in_fp32": false, "rms_norm_eps": 1e-05,
+    "sliding_window": null, "ssm_state_size": 128, "tie_word_embeddings": false, "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, Infinity], "time_step_max": 0.1, "time_step_min": 0.001, "use_bias": false,
+    "use_conv_bias": true, "use_mamba_kernels": true, "vocab_size": 131072
+}"#;
+
+fn published() -> Value {
+    serde_json::from_str(&PUBLISHED.replace(", Infinity]", r#", {"__float__": "Infinity"}]"#)).unwrap()
+}
+
+/// The names of layer types, in the versions of transformers.
+fn types(pattern: &str, [mamba, attention]: [&str; 2]) -> Value {
+    let name = |kind| match kind {
+        'M' => mamba,
+        '*' => attention,
+        _ => "mlp",
+    };
+    pattern.chars().map(name).collect()
+}
+
+#[test]
+fn the_published_file_is_the_known_model() {
+    let expected = shape("nvidia/Nemotron-H-8B-Base-8K").unwrap();
+    assert_eq!(read(&published()).unwrap(), expected);
+    for names in [["mamba", "attention"], ["linear_attention", "full_attention"]] {
+        let mut json = published();
+        json["layers_block_type"] = types(json["hybrid_override_pattern"].as_str().unwrap(), names);
+        for key in ["hybrid_override_pattern", "num_hidden_layers", "time_step_limit"] {
+            json.as_object_mut().unwrap().shift_remove(key);
+        }
+        assert_eq!(read(&json).unwrap(), expected);
+    }
+    let names = |index| {
+        let layer = (expected.family.block)(&expected, index);
+        let prefix = format!("backbone.layers.{index}.");
+        let name = |spec: &ParameterSpec| spec.name.replace(&prefix, "").replace(".weight", "");
+        layer.parameters().iter().map(name).collect::<Vec<_>>().join(" ")
+    };
+    let mamba = "in_proj out_proj conv1d conv1d.bias dt_bias A_log D norm".replace(' ', " mixer.");
+    assert_eq!(names(0), format!("mixer.{mamba} norm"));
+    assert_eq!(names(1), "mixer.up_proj mixer.down_proj norm");
+    assert_eq!(names(7), "mixer.q_proj mixer.k_proj mixer.v_proj mixer.o_proj norm");
+}
+
+/// In strings it is a word as any other.
+#[test]
+fn an_infinity_as_python_writes_it_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(serde_json::from_str::<Value>(PUBLISHED).is_err());
+    std::fs::write(dir.path().join("config.json"), PUBLISHED).unwrap();
+    assert_eq!(ModelConfig::from_hf_dir(dir.path()).unwrap(), read(&published()).unwrap());
+}
+
+#[test]
+fn what_is_not_a_dense_hybrid_of_nemotron_is_refused() {
+    for (key, value) in [
+        ("hybrid_override_pattern", json!("ME*E")),
+        ("hybrid_override_pattern", json!("M-M-")),
+        ("hybrid_override_pattern", json!("M-*x")),
+        ("hybrid_override_pattern", json!(null)),
+        ("layers_block_type", json!(["mamba", "moe", "attention"])),
+        ("layers_block_type", json!(["mamba", "conv", "attention"])),
+        ("layers_block_type", json!("M-*")),
+        ("num_hidden_layers", json!(51)),
+        ("attention_bias", json!(true)),
+        ("attention_head_dim", json!(64)),
+        ("conv_kernel", json!(9)),
+        ("mamba_hidden_act", json!("gelu")),
+        ("mamba_num_heads", json!(0)),
+        ("mlp_hidden_act", json!("silu")),
+        ("n_groups", json!(5)),
+        ("norm_eps", json!(1e-6)),
+        ("num_nextn_predict_layers", json!(1)),
+        ("residual_in_fp32", json!(true)),
+        ("rms_norm_eps", json!(1e-6)),
+        ("sliding_window", json!(512)),
+        ("tie_word_embeddings", json!(true)),
+        ("time_step_limit", json!([0.0, 0.1])),
+        ("time_step_min", json!(-1.0)),
+    ] {
+        let mut json = published();
+        json[key] = value;
+        assert_refused(&json, key);
+    }
+}
