@@ -30,7 +30,7 @@ pub(super) fn mixers_of_tp_ranks(
     let of_rank = |rank| {
         let divided = |layer: &MixerConfig| {
             let index = model.layers.iter().position(|known| known == layer).unwrap_or(0);
-            layer.divided(&format!("model.layers.{index}"), TensorRank { size, rank })
+            layer.divided(&model.layer_name(index), TensorRank { size, rank })
         };
         layers.iter().map(divided).collect()
     };

@@ -13,7 +13,7 @@ use super::{
 use candle_core::Tensor;
 use ulysses_kernels::glu::Activation;
 
-/// Sizes and options of a layer's token mixer: attention, linear attention or short convolution.
+/// Sizes and options of a layer's token mixer: attention, linear attention or short convolution; or that it has none.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum MixerConfig {
     /// Attention.
@@ -22,7 +22,7 @@ pub enum MixerConfig {
     LinearAttention(LinearAttentionConfig),
     /// Gated short convolution.
     ShortConv(ShortConvConfig),
-    /// None: the layer is an MLP, as some of Nemotron-H.
+    /// No mixer: the layer is an MLP, as some layers of Nemotron-H are.
     Mlp,
 }
 

@@ -148,6 +148,7 @@ fn gradients_of_weights_may_have_a_pass_of_their_own() {
         of(Family::GptNeoX, json!({ "activation_checkpointing": true })),
         of(Family::Qwen35, json!({})),
         of(Family::Lfm2, json!({ "activation_checkpointing": true })),
+        of(Family::NemotronH, json!({ "activation_checkpointing": true, "tile_tokens": 5 })),
     ];
     check_each(&problems, 5e-5);
 }

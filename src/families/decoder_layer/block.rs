@@ -1,4 +1,4 @@
-//! The [`Layer`] of blocks of a token mixer and an MLP.
+//! The [`Layer`] of blocks of a token mixer, an MLP, or both.
 
 use crate::nn::{
     AttentionExtent, BackwardPass, ForwardPass, Layer, LayerContext, LayerError, MixerKept, MixerSaved,
@@ -6,7 +6,7 @@ use crate::nn::{
 };
 use candle_core::Tensor;
 
-/// A block of a token mixer and an MLP: what its forms compute. Its [`Layer`] follows from that.
+/// A block of a token mixer, an MLP, or both: what its forms compute. Its [`Layer`] follows from that.
 pub(super) trait Block: Send + Sync + Sized + 'static {
     fn parameter_list(&self) -> &ParameterList;
 

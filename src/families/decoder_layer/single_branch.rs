@@ -20,12 +20,13 @@ pub struct SingleBranchLayer {
 }
 
 impl SingleBranchLayer {
-    /// Creates layer `index` of a model, with the norm of the attention's branch.
+    /// Creates layer `index` of a model, with the norm of the attention's branch; that of the MLP's has no meaning here.
     ///
     /// # Panics
-    /// If the model has no such layer, the parts have a norm after a module, or the attention has an output gate.
+    /// If the model has no such layer, the parts have a norm or a factor after a module, or the attention has an output gate.
     pub fn with_parts(config: &ModelConfig, index: usize, parts: DecoderParts) -> Self {
-        assert_eq!(parts.attention_norms.after, None, "a layer of one branch has no norm behind its module");
+        let after = (parts.attention_norms.after, parts.scalar);
+        assert_eq!(after, (None, None), "a layer of one branch has no norm or factor behind its module");
         let has_gate = config.layers[index].attention().is_some_and(|attention| attention.output_gate);
         assert!(!has_gate, "the attention of a layer of one branch has no output gate");
         let mut parameters = ParameterList::new(config.layer_name(index));

@@ -61,7 +61,8 @@ const KINDS: [(char, &[&str]); 4] = [
     ('E', &["moe"]),
 ];
 
-/// Fields of experts, which these models do not have, of kernels, initial values and generation, and two that nothing reads.
+/// Fields of experts, which these models do not have, of kernels, initial values and generation, and `expand` and `mamba_proj_bias`,
+/// which transformers does not read.
 const WITHOUT_EFFECT: [&str; 23] = [
     "chunk_size",
     "expand",
@@ -102,9 +103,12 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
             return Err(file.error(key, &format!("{expected}: it must be false")));
         }
     }
-    for key in ["sliding_window", "num_nextn_predict_layers"] {
+    for (key, what) in
+        [("sliding_window", "windows"), ("num_nextn_predict_layers", "predictors of further tokens")]
+    {
         if file.optional_size(key)?.is_some_and(|size| size > 0) {
-            return Err(file.error(key, "this version has none of these in this model_type: leave it out"));
+            let expected = format!("this version has no {what} in this model_type: leave it out");
+            return Err(file.error(key, &expected));
         }
     }
     file.require_kv_heads()?;
@@ -222,13 +226,8 @@ fn write(config: &ModelConfig, json: &mut Value) {
     remove_fields(json, &["hidden_act", "rms_norm_eps"]);
     let kind = |layer: &MixerConfig| match layer {
         MixerConfig::Mlp => '-',
-        layer => {
-            if layer.attention().is_some() {
-                '*'
-            } else {
-                'M'
-            }
-        }
+        MixerConfig::Attention(_) => '*',
+        _ => 'M',
     };
     json[PATTERN] = json!(config.layers.iter().map(kind).collect::<String>());
     json["mlp_hidden_act"] = json!("relu2");

@@ -1,5 +1,5 @@
 //! Nemotron and Minitron (arXiv 2402.16819, 2407.14679; dense): LayerNorm with weights around 0, an MLP without a gate with
-//! squared ReLU, and rotation of half of each head. And the hybrids that came after them.
+//! squared ReLU, and rotation of half of each head. The hybrids that followed are in `hybrid.rs`.
 
 mod hybrid;
 

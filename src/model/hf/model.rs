@@ -250,11 +250,14 @@ fn read_json(path: &Path) -> Result<Value, ModelError> {
         .map_err(|source| ModelError::Io { path: path.to_owned(), source })?;
     let invalid =
         |error| ModelError::Format { path: path.to_owned(), reason: format!("not valid JSON: {error}") };
-    let read = serde_json::from_str(&text);
-    read.or_else(|error| serde_json::from_str(&with_infinity(&text)).map_err(|_| invalid(error)))
+    match text.contains("Infinity") {
+        false => serde_json::from_str(&text).map_err(invalid),
+        true => serde_json::from_str(&with_infinity(&text)).map_err(invalid),
+    }
 }
 
-/// Python writes infinity as a word, which JSON does not have: replaced by that of transformers 5.
+/// Python writes infinity as a word, which JSON does not have: replaced by the object that transformers 5 writes for it. Other such
+/// words stay, and are refused.
 fn with_infinity(text: &str) -> String {
     let (mut out, mut rest) = (String::with_capacity(text.len()), text);
     let (mut in_string, mut is_escaped) = (false, false);
