@@ -1,8 +1,7 @@
 //! Gradients of weights that a later pass computes.
 
 use super::LayerError;
-use super::linear::WeightPart;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, TensorId};
 use parking_lot::Mutex;
 use ulysses_kernels::device::dry;
 use ulysses_kernels::{Workspace, strided_copy};
@@ -17,22 +16,26 @@ pub struct DeferredGradients {
     products: Mutex<Vec<WeightProduct>>,
 }
 
+/// Adds the product of `dy` and `x` to one of a layer's gradients.
+type AddProduct =
+    dyn FnOnce(&[Option<Tensor>], &Tensor, &Tensor, &Workspace) -> Result<(), LayerError> + Send;
+
 /// `dweight += dyᵀ·x`, of a part of a weight.
 struct WeightProduct {
-    part: WeightPart,
+    add: Box<AddProduct>,
     /// `[tokens, out]`
     dy: Tensor,
     /// `[tokens, in]`, shared by adjacent products of one input.
     x: Tensor,
     /// The tensor that `x` is a copy of.
-    source: candle_core::TensorId,
+    source: TensorId,
 }
 
 impl DeferredGradients {
     /// Keeps a product for later. Layers with the same input pass the same tensor, unchanged, one after another.
     pub(super) fn defer(
         &self,
-        part: WeightPart,
+        add: Box<AddProduct>,
         dy: &Tensor,
         x: &Tensor,
         ws: &Workspace,
@@ -43,7 +46,7 @@ impl DeferredGradients {
             Some(last) => last.x.clone(),
             None => copy_of(x, ws)?,
         };
-        products.push(WeightProduct { part, dy, x, source });
+        products.push(WeightProduct { add, dy, x, source });
         Ok(())
     }
 
@@ -54,8 +57,8 @@ impl DeferredGradients {
     /// A refused operation.
     pub fn add_to(&self, grads: &[Option<Tensor>], ws: &Workspace) -> Result<(), LayerError> {
         let mut products = std::mem::take(&mut *self.products.lock()).into_iter().peekable();
-        while let Some(WeightProduct { part, dy, x, source }) = products.next() {
-            part.add_product(grads, &dy, &x, ws)?;
+        while let Some(WeightProduct { add, dy, x, source }) = products.next() {
+            add(grads, &dy, &x, ws)?;
             ws.recycle(dy);
             if products.peek().is_none_or(|next| next.source != source) {
                 ws.recycle(x);

@@ -7,7 +7,8 @@ mod rows;
 
 pub(crate) use bias::{add_bias, add_bias_gradient};
 use outputs::{Outputs, Part};
-pub(super) use rows::{LinearGradients, LinearRows, WeightPart};
+use rows::WeightPart;
+pub(super) use rows::{LinearGradients, LinearRows};
 
 use super::{BackwardPass, ForwardPass, Init, LayerError, Parameter, ParameterList};
 use candle_core::Tensor;

@@ -78,7 +78,9 @@ impl LinearGradients<'_> {
         }
         match ctx.deferred_gradients() {
             Some(deferred) if self.pass.gradient(self.part.weight).is_some() => {
-                deferred.defer(self.part, dy, x, ws)
+                let part = self.part;
+                let add = move |grads: &[_], dy: &_, x: &_, ws: &_| part.add_product(grads, dy, x, ws);
+                deferred.defer(Box::new(add), dy, x, ws)
             }
             _ => self.part.add_product(self.pass.gradients(), dy, x, ws),
         }
