@@ -45,7 +45,7 @@ impl Engine {
     }
 
     /// As [`backward`](Self::backward) of one chunk, but leaves the products for gradients of weights to
-    /// [`backward_weights`](Self::backward_weights). Those of one chunk must follow in the same order.
+    /// [`backward_weights`](Self::backward_weights), which must take the micro batches of a chunk in the same order.
     pub(crate) fn backward_input(&mut self, loss: Loss) -> Result<DeferredChunk, EngineError> {
         let Loss { mut local, mut tapes } = loss;
         let (Some(tape), true) = (tapes.pop(), tapes.is_empty()) else { unreachable!("of one chunk") };

@@ -45,7 +45,7 @@ impl OpenPasses {
         self.losses.insert((micro_batch, chunk), loss);
     }
 
-    /// Runs a backward pass, or its part.
+    /// Runs a backward pass, or one of its two parts.
     pub(crate) fn run_backward(
         &mut self,
         engine: &mut Engine,
@@ -98,7 +98,7 @@ impl Engine {
                 _ => self.timed(StepPhase::Backward, |engine| open.run_backward(engine, action)),
             }
         });
-        // After an error: without them, those that were added are incomplete.
+        // An error may leave products that were never added: the gradients are then incomplete.
         self.is_broken |= open.owes_gradients();
         done
     }

@@ -86,7 +86,8 @@ impl Engine {
     /// (fewer if `backward` has begun the step), or those of its [`FlexibleStep`](crate::data::FlexibleStep), then the update.
     ///
     /// # Errors
-    /// An error of `next_micro_batch`, or any error of a step.
+    /// An error of `next_micro_batch`, or any error of a step. With the schedule `zero_bubble` of a pipeline, either may leave
+    /// gradients incomplete: the engine then refuses further steps until a checkpoint is loaded.
     pub fn train_batch<E: Into<Box<dyn Error + Send + Sync>>>(
         &mut self,
         mut next_micro_batch: impl FnMut() -> Result<MicroBatch, E>,
