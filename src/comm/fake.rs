@@ -1,7 +1,11 @@
 //! A group with one real rank: it reports what it would move, and moves no data.
 //!
 //! The real engine runs on it as one rank of a world of any size. That measures memory and traffic of meshes that no
-//! available machine could hold. Outputs keep the values that they had before.
+//! available machine could hold. Outputs keep the values that they had before. [`FakeMeshGroups`] are those of a mesh.
+
+mod mesh_groups;
+
+pub use mesh_groups::{ENDS, FakeMeshGroups};
 
 use super::arg_check::ArgCheck;
 use super::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
@@ -32,6 +36,8 @@ pub type FakeObserver = dyn Fn(FakeCollective<'_>) + Send + Sync;
 /// A collective of a [`FakeGroup`].
 #[derive(Debug, Clone, Copy)]
 pub struct FakeCollective<'a> {
+    /// The name of the group.
+    pub group: &'a str,
     /// The operation.
     pub op: CollectiveOp,
     /// The dtype of its elements.
@@ -101,11 +107,12 @@ impl FakeGroup {
         self.sent_to.lock().iter_mut().zip(&traffic.sent).for_each(|(sum, sent)| *sum += sent * bytes);
         let Some(observer) = self.observer.clone() else { return Pending::ready() };
         let started = FakeTransfer { input_elems, traffic: &traffic };
-        observer(FakeCollective { op, dtype, sequence, started: Some(started) });
+        observer(FakeCollective { group: &self.name, op, dtype, sequence, started: Some(started) });
+        let group = self.name.clone();
         let complete = move || {
             drop(zeros(scratch, dtype, &device)?);
             drop(buffers);
-            observer(FakeCollective { op, dtype, sequence, started: None });
+            observer(FakeCollective { group: &group, op, dtype, sequence, started: None });
             Ok(())
         };
         Pending::new(|| true, complete, |_| {})

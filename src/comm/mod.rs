@@ -33,6 +33,7 @@
 //! ```
 
 mod arg_check;
+mod axis_groups;
 mod buffer;
 mod call;
 mod diagnostics;
@@ -64,6 +65,7 @@ mod wrapper;
 pub use crate::mesh::{
     MeshShape, PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, TP_AXIS, ULYSSES_AXIS,
 };
+pub use axis_groups::AxisGroups;
 pub use call::{Call, CallSignature, Elements};
 pub use discovery::{
     DiscoveryError, HOSTS_VARIABLE, Launcher, NamedValue, ProcessFlags, ProcessInfo, host_name, stated_hosts,

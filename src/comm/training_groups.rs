@@ -1,6 +1,6 @@
 //! The process groups of one rank: those of ZeRO's partitions and replicas, of attention, tensor parallelism and pipelines.
 
-use super::{CommError, MeshGroups, ProcessGroup};
+use super::{AxisGroups, CommError, MeshGroups, ProcessGroup};
 use crate::mesh::{
     PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS,
 };
@@ -45,21 +45,6 @@ pub struct PipelineGroups {
     pub tied: Option<Arc<dyn ProcessGroup>>,
 }
 
-impl PipelineGroups {
-    /// Creates the groups from that of all stages. Collective over it.
-    ///
-    /// # Errors
-    /// Failed communication.
-    pub fn new(pp: Arc<dyn ProcessGroup>) -> Result<Self, CommError> {
-        let (stage, num_stages) = (pp.rank(), pp.world_size());
-        let tied = match num_stages {
-            2 => Some(pp.clone()),
-            _ => pp.split("tied", (stage == 0 || stage + 1 == num_stages).then_some(0), stage)?,
-        };
-        Ok(Self { pp, tied })
-    }
-}
-
 /// The groups of a [`ShardShape`]: partitions over a part of dp (PyTorch's HSDP, MiCS), or over sp too.
 #[derive(Debug, Clone)]
 pub struct ShardGroups {
@@ -79,33 +64,29 @@ pub struct RingGroups {
 }
 
 impl TrainingGroups {
-    /// Creates this rank's groups in a mesh with the axes `dp` and `sp`. The partitions span the ranks
+    /// Creates this rank's groups in a mesh with the axes `dp` and `sp`, and `tp` and `pp` if it has them. The partitions span the ranks
     /// of `shape`, or dp without a `shape`. Collective over the mesh's world.
     ///
     /// # Errors
     /// A mesh that lacks an axis, a `shape` that does not divide dp, or failed communication.
-    pub fn new(groups: &MeshGroups, shape: Option<ShardShape>) -> Result<Self, CommError> {
+    pub fn new(groups: &impl AxisGroups, shape: Option<ShardShape>) -> Result<Self, CommError> {
         let (dp, sp) = (groups.get_group("dp")?, groups.get_group("sp")?);
-        let sharding = match shape {
-            None => None,
-            Some(shape) => {
-                let groups = groups.sharded(shape)?;
-                let (shard, replicas) = (groups.get_group(SHARD_AXIS)?, groups.get_group(REPLICAS_AXIS)?);
-                Some(ShardGroups { shard, replicas })
-            }
-        };
-        let tensor = match groups.mesh().axis_names().iter().any(|axis| axis == TP_AXIS) {
-            true => {
-                let tokens = groups.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?.get_group(TOKENS_AXIS)?;
-                Some(TensorGroups { tp: groups.get_group(TP_AXIS)?, tokens })
-            }
-            false => None,
-        };
-        let pipeline = match groups.mesh().axis_names().iter().any(|axis| axis == PP_AXIS) {
-            true => Some(PipelineGroups::new(groups.get_group(PP_AXIS)?)?),
-            false => None,
-        };
-        Ok(Self { dp, sp, sharding, ring: None, sp_blocks: Vec::new(), tensor, pipeline })
+        let mut own =
+            Self { dp, sp, sharding: None, ring: None, sp_blocks: Vec::new(), tensor: None, pipeline: None };
+        if let Some(shape) = shape {
+            let groups = groups.sharded(shape)?;
+            let (shard, replicas) = (groups.get_group(SHARD_AXIS)?, groups.get_group(REPLICAS_AXIS)?);
+            own.sharding = Some(ShardGroups { shard, replicas });
+        }
+        if groups.mesh().has_axis(TP_AXIS) {
+            let tokens = groups.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?.get_group(TOKENS_AXIS)?;
+            own.tensor = Some(TensorGroups { tp: groups.get_group(TP_AXIS)?, tokens });
+        }
+        if groups.mesh().has_axis(PP_AXIS) {
+            own.pipeline =
+                Some(PipelineGroups { pp: groups.get_group(PP_AXIS)?, tied: groups.ends(PP_AXIS)? });
+        }
+        Ok(own)
     }
 
     /// Adds the groups of a ring of `ring_size` ranks, if there is one. `groups` are those of [`new`](Self::new).
@@ -113,7 +94,7 @@ impl TrainingGroups {
     ///
     /// # Errors
     /// A `ring_size` that does not divide sp, or failed communication.
-    pub fn with_ring(self, groups: &MeshGroups, ring_size: usize) -> Result<Self, CommError> {
+    pub fn with_ring(self, groups: &impl AxisGroups, ring_size: usize) -> Result<Self, CommError> {
         if ring_size == 1 {
             return Ok(self);
         }

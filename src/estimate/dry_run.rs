@@ -1,14 +1,14 @@
 //! Runs a rank's step dry: the real engine on tensors without elements and groups that move no data.
 
 use super::Workload;
-use super::event::{Axis, Event};
+use super::event::Event;
 use super::recorder::{Phase, Recorder};
-use crate::comm::fake::{FakeCollective, FakeGroup};
-use crate::comm::{PipelineGroups, ProcessGroup, RingGroups, ShardGroups, TensorGroups, TrainingGroups};
-use crate::config::{Config, PipelineSchedule};
+use crate::comm::TrainingGroups;
+use crate::comm::fake::{FakeCollective, FakeMeshGroups, FakeObserver};
+use crate::config::PipelineSchedule;
 use crate::data::MicroBatch;
 use crate::engine::{Engine, EngineError, OpenPasses, PartPeak, attention};
-use crate::mesh::{DeviceMesh, PP_AXIS, TOKENS_AXIS, TP_AXIS};
+use crate::mesh::{DeviceMesh, TP_AXIS};
 use crate::model::{Model, ModelError, WeightSource};
 use crate::nn::{MixerConfig, ParameterSpec};
 use crate::pipeline::{Action, Pass};
@@ -124,8 +124,7 @@ impl Workload {
         &self,
         mesh: &DeviceMesh,
     ) -> Result<Vec<Option<CheckpointPart>>, EngineError> {
-        let recorder = Arc::new(Mutex::new(Recorder::new(self.device, &self.config)));
-        let of_rank = |rank| Ok(fake_groups(&self.config, mesh, rank, &recorder)?.written_part());
+        let of_rank = |rank| Ok(self.fake_groups(mesh, rank, None)?.written_part());
         (0..mesh.world_size()).map(of_rank).collect()
     }
 
@@ -157,7 +156,10 @@ impl Workload {
         let device = DryDevice { kind: self.device, threads: config.ulysses.threads_per_rank.unwrap_or(1) };
         let sink = recorder.clone();
         let run = || {
-            let groups = change(fake_groups(&config, mesh, rank, &recorder)?);
+            let of_groups = recorder.clone();
+            let observer = Arc::new(move |call: FakeCollective<'_>| of_groups.lock().record_collective(call));
+            let groups = self.fake_groups(mesh, rank, Some(observer))?;
+            let groups = change(groups.map(|_, group| Arc::new(LedgerGroup::new(group))));
             let model = Model::new(&self.model)?;
             let batch = self.batch(groups.sp.rank())?;
             let device = &Device::Cpu;
@@ -172,6 +174,18 @@ impl Workload {
             dry::run(device, move |event| sink.lock().record(event), || ledger::run(axes, rank, run))
         });
         outcome??
+    }
+
+    /// Creates the fake groups of a rank. Those of blocks of sp are missing: a plan is that of the fixed layout.
+    pub(super) fn fake_groups(
+        &self,
+        mesh: &DeviceMesh,
+        rank: usize,
+        observer: Option<Arc<FakeObserver>>,
+    ) -> Result<TrainingGroups, EngineError> {
+        let groups = FakeMeshGroups::new(mesh.clone(), rank, observer);
+        let own = TrainingGroups::new(&groups, self.config.zero_shards())?;
+        Ok(own.with_ring(&groups, self.config.seq_sharding().ring_size)?)
     }
 
     /// Returns the number of micro batches to run of a step for which `others` would be enough without a pipeline: so many that
@@ -288,64 +302,6 @@ impl DryStep {
             self.passes.iter().flat_map(|pass| pass.events.iter().map(|event| (pass.times, event)));
         of_passes.chain(self.update.iter().map(|event| (1, event)))
     }
-}
-
-/// Creates the fake groups of one rank.
-fn fake_groups(
-    config: &Config,
-    mesh: &DeviceMesh,
-    rank: usize,
-    recorder: &Arc<Mutex<Recorder>>,
-) -> Result<TrainingGroups, EngineError> {
-    let fake_of = |axis: Axis, ranks, own| -> Result<Arc<dyn ProcessGroup>, EngineError> {
-        let (name, recorder) = (axis.name(), recorder.clone());
-        let group = FakeGroup::new(name, ranks, own)?;
-        let observer = move |call: FakeCollective<'_>| recorder.lock().record_collective(axis, call);
-        Ok(Arc::new(LedgerGroup::new(Arc::new(group.observed(Arc::new(observer))))))
-    };
-    let fake = |mesh: &DeviceMesh, axis: Axis| {
-        let name = axis.name();
-        fake_of(axis, mesh.group_of(name, rank)?, mesh.coordinate_on(name, rank)?)
-    };
-    let sharding = match config.zero_shards() {
-        None => None,
-        Some(shape) => {
-            let mesh = mesh.sharded(shape)?;
-            Some(ShardGroups { shard: fake(&mesh, Axis::Shard)?, replicas: fake(&mesh, Axis::Replicas)? })
-        }
-    };
-    let ring = match config.seq_sharding().ring_size {
-        1 => None,
-        ring_size => {
-            let mesh = mesh.ring(ring_size)?;
-            Some(RingGroups { ring: fake(&mesh, Axis::Ring)?, ulysses: fake(&mesh, Axis::Ulysses)? })
-        }
-    };
-    let tensor = match mesh.has_axis(TP_AXIS) {
-        false => None,
-        true => {
-            let flat = mesh.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?;
-            Some(TensorGroups { tp: fake(mesh, Axis::Tp)?, tokens: fake(&flat, Axis::Tokens)? })
-        }
-    };
-    let pipeline = match mesh.has_axis(PP_AXIS) {
-        false => None,
-        true => {
-            let (stages, stage) = (mesh.group_of(PP_AXIS, rank)?, mesh.coordinate_on(PP_AXIS, rank)?);
-            let pp = fake(mesh, Axis::Pp)?;
-            let tied = match (stage, stages.len() - 1 - stage) {
-                (0, 1) | (1, 0) => Some(pp.clone()),
-                (0, rest) => Some(fake_of(Axis::Tied, vec![stages[0], stages[rest]], 0)?),
-                (last, 0) => Some(fake_of(Axis::Tied, vec![stages[0], stages[last]], 1)?),
-                _ => None,
-            };
-            Some(PipelineGroups { pp, tied })
-        }
-    };
-    let (dp, sp) = (fake(mesh, Axis::Dp)?, fake(mesh, Axis::Sp)?);
-    // A plan is that of the fixed layout.
-    let sp_blocks = Vec::new();
-    Ok(TrainingGroups { dp, sp, sharding, ring, sp_blocks, tensor, pipeline })
 }
 
 #[cfg(test)]

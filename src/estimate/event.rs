@@ -1,6 +1,7 @@
 //! The events of a rank's step.
 
 use crate::comm::CollectiveOp;
+use crate::comm::fake::ENDS;
 use crate::mesh::{PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS};
 use std::fmt;
 use std::sync::Arc;
@@ -150,6 +151,25 @@ pub enum Axis {
 }
 
 impl Axis {
+    const ALL: [Self; 10] = [
+        Self::Dp,
+        Self::Sp,
+        Self::Shard,
+        Self::Replicas,
+        Self::Ring,
+        Self::Ulysses,
+        Self::Tp,
+        Self::Tokens,
+        Self::Pp,
+        Self::Tied,
+    ];
+
+    /// Returns the axis of the fake group with this name.
+    pub(super) fn with_group(name: &str) -> Option<Self> {
+        let group = |axis: Self| if axis == Self::Tied { ENDS } else { axis.name() };
+        Self::ALL.into_iter().find(|axis| group(*axis) == name)
+    }
+
     /// Returns the name of the axis in a mesh.
     pub fn name(self) -> &'static str {
         match self {

@@ -145,7 +145,7 @@ impl Workload {
 
     /// Returns the nodes of a rank's peers.
     fn nodes(&self, mesh: &DeviceMesh, rank: usize) -> Result<Nodes, EngineError> {
-        Nodes::new(mesh, &self.config, rank, self.ranks_per_node)
+        Ok(Nodes::new(self.fake_groups(mesh, rank, None)?, rank, self.ranks_per_node))
     }
 
     /// Returns the distinct ranks of the first dp row of each stage. Other rows are equal, because partitions are padded to equal

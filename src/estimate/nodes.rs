@@ -1,11 +1,7 @@
 //! The nodes of a rank's peers.
 
-use crate::config::Config;
-use crate::engine::EngineError;
+use crate::comm::TrainingGroups;
 use crate::estimate::event::{Axis, Transfer};
-use crate::mesh::{
-    DeviceMesh, MeshError, PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS,
-};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -34,76 +30,35 @@ impl SentBytes {
     }
 }
 
-/// Members of a rank's groups that share its node.
+/// The nodes of the members of a rank's groups.
 pub(super) struct Nodes {
     own_node: usize,
     ranks_per_node: usize,
-    dp: Vec<usize>,
-    sp: Vec<usize>,
-    /// The groups of partitions and of replicas, if they are not dp and sp.
-    sharding: Option<[Vec<usize>; 2]>,
-    ring: Vec<usize>,
-    ulysses: Vec<usize>,
-    tp: Vec<usize>,
-    tokens: Vec<usize>,
-    pp: Vec<usize>,
-    /// The first and the last of `pp`.
-    tied: Vec<usize>,
+    groups: TrainingGroups,
 }
 
 impl Nodes {
-    pub(super) fn new(
-        mesh: &DeviceMesh,
-        config: &Config,
-        rank: usize,
-        ranks_per_node: usize,
-    ) -> Result<Self, EngineError> {
+    pub(super) fn new(groups: TrainingGroups, rank: usize, ranks_per_node: usize) -> Self {
         let ranks_per_node = ranks_per_node.max(1);
-        let (dp, sp) = (mesh.group_of("dp", rank)?, mesh.group_of("sp", rank)?);
-        let sharded = config.zero_shards().map(|shape| mesh.sharded(shape)).transpose()?;
-        let sharding = sharded.map(|mesh| -> Result<_, MeshError> {
-            Ok([mesh.group_of(SHARD_AXIS, rank)?, mesh.group_of(REPLICAS_AXIS, rank)?])
-        });
-        let (tp, tokens) = match mesh.has_axis(TP_AXIS) {
-            true => {
-                let flat = mesh.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?;
-                (mesh.group_of(TP_AXIS, rank)?, flat.group_of(TOKENS_AXIS, rank)?)
-            }
-            false => (vec![rank], sp.clone()),
-        };
-        let pp = match mesh.has_axis(PP_AXIS) {
-            true => mesh.group_of(PP_AXIS, rank)?,
-            false => vec![rank],
-        };
-        let within_sp = mesh.ring(config.seq_sharding().ring_size)?;
-        Ok(Self {
-            own_node: rank / ranks_per_node,
-            ranks_per_node,
-            dp,
-            sp,
-            sharding: sharding.transpose()?,
-            ring: within_sp.group_of(RING_AXIS, rank)?,
-            ulysses: within_sp.group_of(ULYSSES_AXIS, rank)?,
-            tp,
-            tokens,
-            tied: pp.iter().take(1).chain(pp.last()).copied().collect(),
-            pp,
-        })
+        Self { own_node: rank / ranks_per_node, ranks_per_node, groups }
     }
 
+    /// Global ranks of the group along an axis; none if there is no such group.
     fn members(&self, axis: Axis) -> &[usize] {
-        match (axis, &self.sharding) {
-            (Axis::Shard, Some([shard, _])) => shard,
-            (Axis::Replicas, Some([_, replicas])) => replicas,
-            (Axis::Dp | Axis::Shard, _) => &self.dp,
-            (Axis::Sp | Axis::Replicas, _) => &self.sp,
-            (Axis::Ring, _) => &self.ring,
-            (Axis::Ulysses, _) => &self.ulysses,
-            (Axis::Tp, _) => &self.tp,
-            (Axis::Tokens, _) => &self.tokens,
-            (Axis::Pp, _) => &self.pp,
-            (Axis::Tied, _) => &self.tied,
-        }
+        let TrainingGroups { dp, sp, sharding, ring, tensor, pipeline, .. } = &self.groups;
+        let group = match axis {
+            Axis::Dp => Some(dp),
+            Axis::Sp => Some(sp),
+            Axis::Shard => sharding.as_ref().map(|groups| &groups.shard),
+            Axis::Replicas => sharding.as_ref().map(|groups| &groups.replicas),
+            Axis::Ring => ring.as_ref().map(|groups| &groups.ring),
+            Axis::Ulysses => ring.as_ref().map(|groups| &groups.ulysses),
+            Axis::Tp => tensor.as_ref().map(|groups| &groups.tp),
+            Axis::Tokens => tensor.as_ref().map(|groups| &groups.tokens),
+            Axis::Pp => pipeline.as_ref().map(|groups| &groups.pp),
+            Axis::Tied => pipeline.as_ref().and_then(|groups| groups.tied.as_ref()),
+        };
+        group.map_or(&[], |group| group.global_ranks())
     }
 
     /// Adds the bytes that a transfer sends to each rank, `times` times; `None` on overflow.

@@ -79,8 +79,9 @@ impl Recorder {
         self.events.push(Event::Compute(Work { op, pass, flops }));
     }
 
-    pub(super) fn record_collective(&mut self, axis: Axis, collective: FakeCollective<'_>) {
-        let FakeCollective { op, dtype, sequence, started } = collective;
+    pub(super) fn record_collective(&mut self, collective: FakeCollective<'_>) {
+        let FakeCollective { group, op, dtype, sequence, started } = collective;
+        let Some(axis) = Axis::with_group(group) else { return };
         let is_exchange = op == CollectiveOp::AllToAllStrided;
         let Some(FakeTransfer { input_elems, traffic }) = started else {
             let exchange = self.exchanges.remove(&(axis, sequence));

@@ -1,13 +1,7 @@
 //! The axes of a training mesh, by name, and a value for each of them.
 
-use super::{DeviceMesh, MeshError};
+use super::{DeviceMesh, MeshError, PP_AXIS, TP_AXIS};
 use std::fmt;
-
-/// The axis of pipeline parallelism: ranks that divide the layers, outermost.
-pub const PP_AXIS: &str = "pp";
-
-/// The axis of tensor parallelism: ranks that divide the weights of each layer, innermost.
-pub const TP_AXIS: &str = "tp";
 
 /// Returns whether a mesh has the axis only if it has more than one rank.
 fn is_optional(axis: &str) -> bool {

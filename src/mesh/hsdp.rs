@@ -1,17 +1,10 @@
 //! The ranks of ZeRO's partitions: the `dp` axis or a part of it (hybrid sharding, HSDP), and optionally the `sp` axis.
 
-use super::stated_sizes::AXIS_ORDER;
-use super::{DeviceMesh, MeshError, MeshShape, PP_AXIS, RING_AXIS, TP_AXIS, ULYSSES_AXIS};
+use super::axis_names::{AXIS_ORDER, DP_REPLICATE_AXIS, DP_SHARD_AXIS};
+use super::{
+    DeviceMesh, MeshError, MeshShape, PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TP_AXIS, ULYSSES_AXIS,
+};
 use std::fmt;
-
-/// Axis of the ranks that together hold the partitions of one replica.
-pub const SHARD_AXIS: &str = "shard";
-/// Axis of the ranks that hold the same partition.
-pub const REPLICAS_AXIS: &str = "replicas";
-/// The part of `dp` along which partitions are replicated.
-const DP_REPLICATE_AXIS: &str = "dp_replicate";
-/// The part of `dp` over which ZeRO partitions.
-const DP_SHARD_AXIS: &str = "dp_shard";
 
 /// The ranks that together hold the partitions of one replica, in a mesh with the axes `dp` and `sp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

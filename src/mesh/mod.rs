@@ -20,6 +20,7 @@
 //! ```
 
 mod axes;
+mod axis_names;
 mod draw;
 mod error;
 mod hosts;
@@ -40,22 +41,25 @@ mod tensor_shard;
 #[cfg(test)]
 mod tests;
 
-pub use axes::{MeshShape, PP_AXIS, PerAxis, TP_AXIS};
+pub use axes::{MeshShape, PerAxis};
+pub use axis_names::{
+    PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS, canonical_axis_name,
+};
 pub use draw::draw;
 pub use error::MeshError;
 pub use hosts::RankHosts;
-pub use hsdp::{REPLICAS_AXIS, SHARD_AXIS, ShardShape, TrainingShape};
+pub use hsdp::{ShardShape, TrainingShape};
 pub use hybrid::{Cluster, Device, HybridMeshShape};
 pub use node_layout::{AxisPlacement, draw_nodes};
 pub use placement::{PlacedMesh, SpGroups};
 pub use preset::Preset;
 pub use rules::MeshRules;
-pub use seq_sharding::{RING_AXIS, SeqSharding, TokenRanges, ULYSSES_AXIS, UlyssesLimits};
+pub use seq_sharding::{SeqSharding, TokenRanges, UlyssesLimits};
 pub use shard_range::shard_range;
 pub use spec::MeshSpec;
 pub use stated_sizes::SplitRule;
 pub use svg::svg;
-pub use tensor_shard::{TOKENS_AXIS, TensorShard};
+pub use tensor_shard::TensorShard;
 
 use crate::fnv1a::Fnv1a;
 use std::collections::HashSet;
@@ -245,15 +249,6 @@ impl DeviceMesh {
         check_names(&axis_names)?;
         debug_assert_eq!(shape.iter().product::<usize>(), ranks.len());
         Ok(Self { axis_names, shape, ranks })
-    }
-}
-
-/// Resolves the aliases of axis names: DeepSpeed's `data_parallel` and `sequence_parallel` are `dp` and `sp`.
-pub fn canonical_axis_name(name: &str) -> &str {
-    match name {
-        "data_parallel" => "dp",
-        "sequence_parallel" => "sp",
-        name => name,
     }
 }
 

@@ -4,11 +4,6 @@ use super::shard_range;
 use std::fmt;
 use std::ops::Range;
 
-/// The axis of a ring within sp.
-pub const RING_AXIS: &str = "ring";
-/// The axis of a Ulysses group within sp.
-pub const ULYSSES_AXIS: &str = "ulysses";
-
 /// The division of a sequence over an sp group of `ring_size · ulysses_size` ranks.
 ///
 /// Ulysses ranks are neighbors: sp rank `r` has ring rank `r / ulysses_size` and Ulysses rank `r % ulysses_size`. The

@@ -1,9 +1,8 @@
 //! Meshes as flags and config files state them.
 
+use super::axis_names::AXIS_ORDER;
 use super::notation::{parse_axes, unreadable};
-use super::stated_sizes::{
-    AXIS_ORDER, Axes, SplitRule, axes_of, borrowed, hybrid_shape, place, resolve_axes, split,
-};
+use super::stated_sizes::{Axes, SplitRule, axes_of, borrowed, hybrid_shape, place, resolve_axes, split};
 use super::{
     Cluster, DeviceMesh, HybridMeshShape, MeshError, Preset, RankHosts, TrainingShape, canonical_axis_name,
 };

@@ -1,10 +1,7 @@
 //! Axis sizes as they are stated, and the shapes that they give on a cluster.
 
-use super::{Cluster, DeviceMesh, HybridMeshShape, MeshError, PP_AXIS, RING_AXIS, TP_AXIS, ULYSSES_AXIS};
-
-/// Axes of a training mesh, slowest first. Axes that are stated in another order are sorted.
-pub(super) const AXIS_ORDER: [&str; 8] =
-    [PP_AXIS, "dp_replicate", "dp_shard", "dp", "sp", RING_AXIS, ULYSSES_AXIS, TP_AXIS];
+use super::axis_names::AXIS_ORDER;
+use super::{Cluster, DeviceMesh, HybridMeshShape, MeshError};
 
 /// Names and sizes; -1 is inferred.
 pub(super) type Axes = Vec<(String, i64)>;

@@ -3,9 +3,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The axis of the ranks with other tokens of the same sequences, if there are tensor-parallel ranks: those of sp and tp.
-pub const TOKENS_AXIS: &str = "tokens";
-
 /// One rank's part of a tensor, of which the ranks of an axis share a dimension: some of its indices, in ascending ranges.
 /// Every index belongs to one rank.
 ///

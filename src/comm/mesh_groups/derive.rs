@@ -2,7 +2,7 @@
 
 use super::MeshGroups;
 use super::known_groups::KnownGroups;
-use crate::comm::CommError;
+use crate::comm::{AxisGroups, CommError, ProcessGroup};
 use crate::mesh::{DeviceMesh, MeshError, ShardShape, ULYSSES_AXIS};
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -61,31 +61,6 @@ impl MeshGroups {
         self.create(meshes, self.known.clone())
     }
 
-    /// The groups of the same ranks along the axes of [`DeviceMesh::sharded`]: [`SHARD_AXIS`](crate::comm::SHARD_AXIS)
-    /// and [`REPLICAS_AXIS`](crate::comm::REPLICAS_AXIS). They are groups of this mesh where the ranks are the same,
-    /// except that partitions which span sp have groups of their own: gathers of parameters overlap with exchanges over
-    /// sp. Collective.
-    ///
-    /// # Errors
-    /// As [`flatten`](Self::flatten), and when the mesh cannot be split into shards of that shape.
-    pub fn sharded(&self, shape: ShardShape) -> Result<Self, CommError> {
-        let known = match shape.spans_sp {
-            true => Arc::new(self.known.of_single_ranks()),
-            false => self.known.clone(),
-        };
-        self.derive(known, |mesh| mesh.sharded(shape))
-    }
-
-    /// The groups of the same ranks along the axes of [`DeviceMesh::ring`]. They are groups of their own even where the
-    /// ranks are those of sp, so that each has its own statistics.
-    /// Collective.
-    ///
-    /// # Errors
-    /// As [`flatten`](Self::flatten), and when `ring_size` does not divide sp.
-    pub fn ring(&self, ring_size: usize) -> Result<Self, CommError> {
-        self.derive(Arc::new(self.known.of_single_ranks()), |mesh| mesh.ring(ring_size))
-    }
-
     /// The groups of `size` consecutive ranks along sp, on the axis [`ULYSSES_AXIS`]. They are groups of their own, so that each has
     /// its own statistics. Collective.
     ///
@@ -121,5 +96,43 @@ impl MeshGroups {
             let ranks: Vec<usize> = self.meshes.iter().flat_map(DeviceMesh::ranks).copied().collect();
             MeshError::NotAMember { rank, members: format!("{ranks:?}") }
         })
+    }
+}
+
+impl AxisGroups for MeshGroups {
+    fn mesh(&self) -> &DeviceMesh {
+        self.mesh()
+    }
+
+    fn get_group(&self, axis: &str) -> Result<Arc<dyn ProcessGroup>, CommError> {
+        self.get_group(axis)
+    }
+
+    fn ends(&self, axis: &str) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
+        let group = self.get_group(axis)?;
+        let (rank, last) = (group.rank(), group.world_size() - 1);
+        match last {
+            0 | 1 => Ok(Some(group)),
+            _ => group.split("ends", (rank == 0 || rank == last).then_some(0), rank),
+        }
+    }
+
+    fn flatten(&self, axes: &[&str], new_name: &str) -> Result<Self, CommError> {
+        self.flatten(axes, new_name)
+    }
+
+    /// They are groups of this mesh where the ranks are the same, except that partitions which span sp have groups of their own:
+    /// gathers of parameters overlap with exchanges over sp.
+    fn sharded(&self, shape: ShardShape) -> Result<Self, CommError> {
+        let known = match shape.spans_sp {
+            true => Arc::new(self.known.of_single_ranks()),
+            false => self.known.clone(),
+        };
+        self.derive(known, |mesh| mesh.sharded(shape))
+    }
+
+    /// They are groups of their own even where the ranks are those of sp, so that each has its own statistics.
+    fn ring(&self, ring_size: usize) -> Result<Self, CommError> {
+        self.derive(Arc::new(self.known.of_single_ranks()), |mesh| mesh.ring(ring_size))
     }
 }

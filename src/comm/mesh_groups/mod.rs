@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// contains only this rank and moves no data.
 ///
 /// [`slice`](Self::slice) is local and creates nothing. [`flatten`](Self::flatten), [`unflatten`](Self::unflatten),
-/// [`concatenate`](Self::concatenate) and [`sharded`](Self::sharded) create the groups that do not exist yet, and are
+/// [`concatenate`](Self::concatenate) and the reshapes of [`AxisGroups`](super::AxisGroups) create the groups that do not exist yet, and are
 /// collective: every rank of the world calls them at the same point in its order of operations, including ranks
 /// outside the mesh.
 ///

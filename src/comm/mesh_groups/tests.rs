@@ -1,6 +1,6 @@
 //! Groups of meshes, on ranks that are threads.
 
-use super::super::{CollectiveOp, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
+use super::super::{AxisGroups, CollectiveOp, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
 use super::*;
 use crate::mesh::ShardShape;
 

@@ -1,7 +1,7 @@
 //! Mistakes in the use of groups, each with what the dry run says. `src/zero/README.md` lists those of the code.
 
 use super::*;
-use crate::comm::{Call, CallSignature, CommError, GroupWrapper, Pending, ReduceOp};
+use crate::comm::{Call, CallSignature, CommError, GroupWrapper, Pending, ProcessGroup, ReduceOp};
 use candle_core::DType;
 
 /// A mistake in the collectives of a group.
