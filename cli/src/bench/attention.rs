@@ -30,6 +30,9 @@ pub(super) struct Attention {
     /// Head dimension.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
     head_dim: u16,
+    /// Number of tokens that a token attends to, including itself [default: all before it].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    window: Option<u32>,
     /// CPU threads [default: all cores].
     #[arg(long)]
     threads_per_rank: Option<usize>,
@@ -60,13 +63,15 @@ impl Benchmark for Attention {
             )));
         }
         let q_to_kv = grouped_heads(num_heads.into(), num_kv_heads.into());
-        let layout = AttentionLayout::causal(1, self.seq_len, q_to_kv).or_usage()?;
+        let window = self.window.map(|window| window as usize);
+        let layout = AttentionLayout::causal(1, self.seq_len, q_to_kv.clone()).or_usage()?;
+        let layout = layout.with_window(q_to_kv, window).or_usage()?;
         let Measured { figures, kernels } = ranks.run(repeats, |bench| self.measure(bench, &layout))?;
         Ok(Report {
             bench: "attention",
             settings: json!({
                 "seq_len": self.seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
-                "head_dim": self.head_dim, "dtype": dtype_name(self.dtype), "kernels": kernels,
+                "head_dim": self.head_dim, "window": self.window, "dtype": dtype_name(self.dtype), "kernels": kernels,
             }),
             method: "causal; FLOPs of visible pairs only; each pass alternating with a square GEMM on the same threads, \
                      in f32 unless --no-f32; median. delta: the row sums of o · dout that backward needs."
