@@ -5,8 +5,8 @@ use crate::comm::{ProcessGroup, RingGroups, TrainingGroups};
 use crate::config::Config;
 use crate::data::MicroBatch;
 use crate::mesh::SeqSharding;
-use crate::nn::HeadExchange;
-use crate::sequence_parallel::{RingAttention, UlyssesAttention, UlyssesHeads};
+use crate::nn::{HeadExchange, ShardChain};
+use crate::sequence_parallel::{RingAttention, SequenceChain, UlyssesAttention, UlyssesHeads};
 use std::sync::Arc;
 use ulysses_kernels::attention::{Attention, AttentionCompute};
 
@@ -16,6 +16,8 @@ pub(super) struct SharedAttention {
     pub(super) attention: Arc<dyn Attention>,
     /// The exchange of heads for other modules that read whole sequences; `None` for one rank.
     pub(super) heads: Option<Arc<dyn HeadExchange>>,
+    /// What replaces it, if states are passed on.
+    pub(super) chain: Option<Arc<dyn ShardChain>>,
     /// How the ranks share each sequence.
     pub(super) sharding: SeqSharding,
     /// This rank among them.
@@ -37,18 +39,21 @@ impl BlockAttention {
             false => Vec::new(),
             true => {
                 let sharding = SeqSharding::from(1);
-                let alone = SharedAttention { attention: local.clone(), heads: None, sharding, rank: 0 };
+                let alone =
+                    SharedAttention { attention: local.clone(), heads: None, chain: None, sharding, rank: 0 };
                 let of_group = |group: &Arc<dyn ProcessGroup>| {
                     let (sharding, rank) = (SeqSharding::from(group.world_size()), group.rank());
                     let attention = Arc::new(UlyssesAttention::new(local.clone(), group.clone()));
                     let heads = Some(Arc::new(UlyssesHeads::new(group.clone(), sharding)) as _);
-                    SharedAttention { attention, heads, sharding, rank }
+                    SharedAttention { attention, heads, chain: None, sharding, rank }
                 };
                 std::iter::once(alone).chain(groups.sp_blocks.iter().map(of_group)).collect()
             }
         };
         let sharding = config.seq_sharding();
         let heads = Some(Arc::new(UlyssesHeads::new(groups.sp.clone(), sharding)) as _);
+        let passes_states = config.ulysses.state_passing && groups.sp.world_size() > 1;
+        let chain = passes_states.then(|| Arc::new(SequenceChain::new(groups.sp.clone())) as _);
         let attention: Arc<dyn Attention> = match &groups.ring {
             None => Arc::new(UlyssesAttention::new(local, groups.sp.clone())),
             Some(RingGroups { ring, ulysses }) => {
@@ -63,7 +68,8 @@ impl BlockAttention {
                 .chain(&groups.sp_blocks)
                 .for_each(|group| group.progress_in_background());
         }
-        Self { all: SharedAttention { attention, heads, sharding, rank: groups.sp.rank() }, blocks }
+        let rank = groups.sp.rank();
+        Self { all: SharedAttention { attention, heads, chain, sharding, rank }, blocks }
     }
 
     /// Returns the attention of the ranks that share a micro batch.

@@ -320,7 +320,7 @@ impl Engine {
     }
 
     fn context(&mut self, batch: &MicroBatch) -> Result<LayerContext, EngineError> {
-        let SharedAttention { attention, heads, sharding, rank } = self.attention.of(batch)?.clone();
+        let SharedAttention { attention, heads, chain, sharding, rank } = self.attention.of(batch)?.clone();
         let shard = sharding.tokens(batch.seq_len, rank);
         if batch.shard != shard {
             return Err(EngineError::Shard { got: batch.shard.clone(), expected: shard });
@@ -363,6 +363,10 @@ impl Engine {
         let ctx = ctx.with_overlapped_exchange(self.config.overlaps_exchange());
         let ctx = match heads {
             Some(heads) => ctx.with_head_exchange(heads),
+            None => ctx,
+        };
+        let ctx = match chain {
+            Some(chain) => ctx.with_shard_chain(chain),
             None => ctx,
         };
         let Some(exchange) = self.token_exchange.clone() else { return Ok(ctx) };

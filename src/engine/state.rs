@@ -318,6 +318,7 @@ impl Engine {
         let ring_tokens = sharding.ring_tokens(seq_len, ring_rank).len();
         let batch = passes.block_size.map_or(self.config.micro_batch_size, |_| 1);
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
+        let (passes_states, place) = (self.config.ulysses.state_passing, (sp.world_size(), sp.rank()));
         let mut bytes = 0;
         for index in 0..self.model.layers.len() {
             let layer = model.layers[self.layer_number(index)];
@@ -332,6 +333,17 @@ impl Engine {
             };
             let layer = match layer {
                 MixerConfig::Attention(attention) => attention,
+                MixerConfig::LinearAttention(linear) if passes_states => {
+                    add(
+                        ExchangeVolume::of_passed_states(&linear, [batch, seq_len], place, elem_bytes),
+                        false,
+                    );
+                    continue;
+                }
+                MixerConfig::ShortConv(conv) if passes_states => {
+                    add(ExchangeVolume::of_passed_tokens(&conv, [batch, seq_len], place), false);
+                    continue;
+                }
                 MixerConfig::LinearAttention(linear) => {
                     let (shape, rank) = ([batch, seq_len], sharing.rank());
                     add(ExchangeVolume::of_linear_attention(&linear, shape, sharding, rank), false);

@@ -199,6 +199,10 @@ impl Workload {
                     let HeadShare { keys, values } = heads.share(sharding.sp_size(), sp_rank);
                     kind.push([0, keys.len(), values.len()]);
                 }
+                if self.config.ulysses.state_passing && self.model.needs_whole_sequences() {
+                    // Every rank gets the states of others.
+                    kind.push([sp_rank; 3]);
+                }
                 match of_ring_rank.iter_mut().find(|(known, _)| *known == kind) {
                     Some((_, class)) => class.ranks += sharding.ring_size / ring_ranks,
                     None => {

@@ -3,6 +3,7 @@
 use super::{BackwardPass, ForwardPass, Init, LayerError, Parameter, ParameterList};
 use candle_core::Tensor;
 use std::ops::Range;
+use ulysses_kernels::Documents;
 use ulysses_kernels::causal_conv::{self, Filter};
 
 /// `y[t, c] = act(bias[c] + Σⱼ weight[c, j] · x[t − (taps − 1) + j, c])`, within documents.
@@ -41,20 +42,20 @@ impl CausalConv {
         }
     }
 
-    /// The convolution of some channels.
+    /// The convolution of some channels, within documents.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq, heads, dim]`, of which the last two dimensions are the channels.
     pub(super) fn forward(
         &self,
         x: &Tensor,
-        channels: &Range<usize>,
+        (channels, documents): (&Range<usize>, &Documents),
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let y = pass.workspace().alloc(x.dims())?;
         if !channels.is_empty() {
             let (weight, bias) = self.part(channels, pass)?;
-            let filter = self.filter(&weight, bias.as_ref(), pass);
+            let filter = self.filter(&weight, bias.as_ref(), documents);
             causal_conv::forward(&x.flatten_from(2)?, &filter, &y.flatten_from(2)?)?;
         }
         Ok(y)
@@ -66,14 +67,14 @@ impl CausalConv {
         &self,
         dy: &Tensor,
         x: &Tensor,
-        channels: &Range<usize>,
+        (channels, documents): (&Range<usize>, &Documents),
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let forward = &pass.forward;
         let dx = forward.workspace().alloc(x.dims())?;
         if !channels.is_empty() {
             let (weight, bias) = self.part(channels, forward)?;
-            let filter = self.filter(&weight, bias.as_ref(), forward);
+            let filter = self.filter(&weight, bias.as_ref(), documents);
             let gradient =
                 |parameter| pass.gradient(parameter).map(|gradient| rows(gradient, channels)).transpose();
             let dweight = gradient(self.weight)?;
@@ -94,8 +95,13 @@ impl CausalConv {
         Ok((rows(&pass[self.weight], channels)?, bias))
     }
 
-    fn filter<'a>(&self, weight: &'a Tensor, bias: Option<&'a Tensor>, pass: &ForwardPass<'a>) -> Filter<'a> {
-        Filter { weight, bias, silu: self.silu, documents: pass.ctx.documents() }
+    fn filter<'a>(
+        &self,
+        weight: &'a Tensor,
+        bias: Option<&'a Tensor>,
+        documents: &'a Documents,
+    ) -> Filter<'a> {
+        Filter { weight, bias, silu: self.silu, documents }
     }
 }
 

@@ -1,9 +1,10 @@
 //! Context shared by the layers of one micro batch.
 
 use super::head_exchange::WholeHeads;
+use super::shard::{ExtendedTokens, Reach};
 use super::{
     DeferredGradients, ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, LayerError,
-    TokenExchange,
+    ShardChain, TokenExchange,
 };
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -51,6 +52,7 @@ pub struct TokenLayout {
     documents: Documents,
     head_layouts: Mutex<HashMap<HeadKey, AttentionLayout>>,
     linear_attention_layouts: Mutex<Vec<LinearAttentionLayout>>,
+    extended_tokens: Mutex<Vec<Arc<ExtendedTokens>>>,
     rope_tables: Mutex<Vec<(usize, Rope, Arc<rope::Table>)>>,
     /// Memory of the position ids in a dry run.
     _dry: Option<Allocation>,
@@ -74,7 +76,7 @@ impl TokenLayout {
         let layout = AttentionLayout::of_ranges(shard, shard, cu_seqlens.clone(), Vec::new(), None)?;
         let documents = Documents::new(cu_seqlens)?;
         let _dry = Allocation::on_host(layout.batch() * layout.num_queries() * size_of::<u32>());
-        let (head_layouts, linear_attention_layouts, rope_tables) = Default::default();
+        let (head_layouts, linear_attention_layouts, extended_tokens, rope_tables) = Default::default();
         let shard = shard.to_vec();
         Ok(Self {
             shard,
@@ -83,6 +85,7 @@ impl TokenLayout {
             documents,
             head_layouts,
             linear_attention_layouts,
+            extended_tokens,
             rope_tables,
             _dry,
         })
@@ -110,6 +113,7 @@ pub struct LayerContext {
     overlaps_exchange: bool,
     token_exchange: Option<Arc<dyn TokenExchange>>,
     head_exchange: Arc<dyn HeadExchange>,
+    shard_chain: Option<Arc<dyn ShardChain>>,
     deferred_gradients: Option<Arc<DeferredGradients>>,
 }
 
@@ -128,6 +132,7 @@ impl LayerContext {
             overlaps_exchange: false,
             token_exchange: None,
             head_exchange: Arc::new(WholeHeads),
+            shard_chain: None,
             deferred_gradients: None,
         }
     }
@@ -136,6 +141,26 @@ impl LayerContext {
     #[must_use]
     pub fn with_head_exchange(self, head_exchange: Arc<dyn HeadExchange>) -> Self {
         Self { head_exchange, ..self }
+    }
+
+    /// Lets recurrences and convolutions compute this rank's tokens, and pass states and tokens on; by default they exchange tokens
+    /// for heads.
+    #[must_use]
+    pub fn with_shard_chain(self, shard_chain: Arc<dyn ShardChain>) -> Self {
+        Self { shard_chain: Some(shard_chain), ..self }
+    }
+
+    /// This rank's tokens with what a module reads of other ranks' tokens; `None` if modules exchange tokens for heads.
+    pub(super) fn extended_tokens(&self, reach: &Reach) -> Result<Option<Arc<ExtendedTokens>>, LayerError> {
+        let Some(chain) = &self.shard_chain else { return Ok(None) };
+        let mut known = self.attended.extended_tokens.lock();
+        if let Some(extended) = known.iter().find(|extended| extended.is_for(reach)) {
+            return Ok(Some(extended.clone()));
+        }
+        let cu_seqlens = self.attended.layout.cu_seqlens();
+        let extended = Arc::new(ExtendedTokens::new(chain.clone(), reach.clone(), cu_seqlens)?);
+        known.push(extended.clone());
+        Ok(Some(extended))
     }
 
     /// The exchange of tokens for heads, for modules that read whole sequences and are not attention.

@@ -32,6 +32,7 @@ mod linear;
 mod linear_attention;
 mod parameters;
 mod rms_norm;
+mod shard;
 mod short_conv;
 mod sum_node;
 mod tensor_parallel;
@@ -66,6 +67,7 @@ pub use linear_attention::{
 };
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use rms_norm::{NormConfig, RmsNorm};
+pub use shard::{ShardBlocks, ShardChain};
 pub use short_conv::{ShortConv, ShortConvConfig, ShortConvSaved};
 pub use tensor_parallel::{ParallelStyle, TensorRank, TokenExchange};
 pub use token_mixer::{MixerConfig, MixerKept, MixerParts, MixerSaved, TokenMixer};

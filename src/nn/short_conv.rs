@@ -10,6 +10,7 @@
 //! sequence's ranks is the whole.
 
 use super::causal_conv::CausalConv;
+use super::shard::{ExtendedTokens, Reach};
 use super::{
     BackwardPass, Branch, ForwardPass, Gathered, GroupNames, GroupedHeads, Init, LayerError, Linear,
     ParameterList, TensorRank, token_dims, token_rows,
@@ -17,6 +18,7 @@ use super::{
 use crate::mesh::shard_range;
 use candle_core::Tensor;
 use std::ops::Range;
+use std::sync::Arc;
 use ulysses_kernels::glu::{self, Activation::Identity};
 use ulysses_kernels::tensor;
 
@@ -58,7 +60,7 @@ pub struct ShortConv {
 pub struct ShortConvSaved {
     /// b, c and v of this rank's tokens.
     projections: [Tensor; 3],
-    /// Input of the convolution: this rank's channels of all tokens.
+    /// Input of the convolution: this rank's channels of all tokens, or all channels of its extended tokens.
     gated: Tensor,
     /// Its output, for this rank's tokens.
     convolved: Tensor,
@@ -142,9 +144,7 @@ impl ShortConv {
         let [b, c, v] = &projections;
         let gated = channels()?;
         glu::forward(Identity, b, v, &gated)?;
-        let gated = self.exchange(gated, (Gathered::Tokens, false), pass)?;
-        let convolved = self.conv.forward(&gated, &self.own_channels(pass), pass)?;
-        let convolved = self.exchange(convolved, (Gathered::Heads, false), pass)?;
+        let (gated, convolved) = self.convolve(gated, pass)?;
         for tile in pass.ctx.token_tiles() {
             let product = product(c, &convolved, &tile, pass)?;
             self.out.forward(&product, &token_rows(&y, &tile)?, true, pass)?;
@@ -190,10 +190,7 @@ impl ShortConv {
             forward.recycle([product, dproduct]);
         }
         forward.recycle([c, convolved]);
-        let dconvolved = self.exchange(dconvolved, (Gathered::Tokens, true), forward)?;
-        let dgated = self.conv.backward(&dconvolved, &gated, &self.own_channels(forward), pass)?;
-        forward.recycle([dconvolved, gated]);
-        let dgated = self.exchange(dgated, (Gathered::Heads, true), forward)?;
+        let dgated = self.backward_convolve(dconvolved, gated, pass)?;
         let (db, dv) = (like(&b)?, like(&v)?);
         glu::backward(Identity, &dgated, &b, &v, &db, &dv)?;
         forward.recycle([b, v, dgated]);
@@ -202,6 +199,50 @@ impl ShortConv {
         branch.backward_project(x, &outputs, dx, pass)?;
         forward.recycle(gradients);
         Ok(())
+    }
+
+    /// The convolution of this rank's tokens: what it read, for the backward pass, and its output.
+    fn convolve(&self, gated: Tensor, pass: &ForwardPass<'_>) -> Result<(Tensor, Tensor), LayerError> {
+        if let Some(extended) = self.extended_tokens(pass)? {
+            let read = extended.extend(std::slice::from_ref(&gated), pass)?.remove(0);
+            pass.recycle([gated]);
+            let all = self.conv.forward(&read, (&(0..self.shape.channels), extended.convolved()), pass)?;
+            return Ok((read, extended.within(all, pass)?));
+        }
+        let gated = self.exchange(gated, (Gathered::Tokens, false), pass)?;
+        let convolved = self.conv.forward(&gated, (&self.own_channels(pass), pass.ctx.documents()), pass)?;
+        let convolved = self.exchange(convolved, (Gathered::Heads, false), pass)?;
+        Ok((gated, convolved))
+    }
+
+    /// Backward of [`convolve`](Self::convolve); the tensors are recycled.
+    fn backward_convolve(
+        &self,
+        dconvolved: Tensor,
+        read: Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        let forward = &pass.forward;
+        if let Some(extended) = self.extended_tokens(forward)? {
+            let dconvolved = extended.around(dconvolved, forward)?;
+            let part = (&(0..self.shape.channels), extended.convolved());
+            let dread = self.conv.backward(&dconvolved, &read, part, pass)?;
+            forward.recycle([dconvolved, read]);
+            let dgated = extended.reduce(std::slice::from_ref(&dread), forward)?.remove(0);
+            forward.recycle([dread]);
+            return Ok(dgated);
+        }
+        let dconvolved = self.exchange(dconvolved, (Gathered::Tokens, true), forward)?;
+        let part = (&self.own_channels(forward), forward.ctx.documents());
+        let dgated = self.conv.backward(&dconvolved, &read, part, pass)?;
+        forward.recycle([dconvolved, read]);
+        self.exchange(dgated, (Gathered::Heads, true), forward)
+    }
+
+    /// The extended tokens, if ranks pass tokens on instead of exchanging tokens for channels.
+    fn extended_tokens(&self, pass: &ForwardPass<'_>) -> Result<Option<Arc<ExtendedTokens>>, LayerError> {
+        let tokens_before = self.shape.taps - 1;
+        pass.ctx.extended_tokens(&Reach { tokens_before, state_rows: 0, v_to_k: Vec::new() })
     }
 
     /// The channels of this rank, among those of its rank of tp.

@@ -15,12 +15,14 @@
 //!   [`Attention`](ulysses_kernels::attention::Attention) itself.
 //! - [`UlyssesHeads`]: the same exchange around other modules, as linear attention. It implements
 //!   [`HeadExchange`](crate::nn::HeadExchange).
+//! - [`SequenceChain`]: what replaces it, if these modules pass states on. It implements [`ShardChain`](crate::nn::ShardChain).
 //! - [`RingAttention`]: the second axis of sequence parallelism, for more ranks than heads. Between the two, a
 //!   [`SeqSharding`](crate::mesh::SeqSharding) divides the tokens.
 //!
 //! The folder's README derives the volumes and explains uneven heads.
 
 mod attention;
+mod chain;
 mod error;
 mod exchange;
 mod head_blocks;
@@ -33,6 +35,7 @@ mod tests;
 mod volume;
 
 pub use attention::UlyssesAttention;
+pub use chain::SequenceChain;
 pub use error::SequenceParallelError;
 pub use exchange::{Exchange, HeadSharded, PendingExchange, Qkv, SeqSharded};
 pub use heads::UlyssesHeads;

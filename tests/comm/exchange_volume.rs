@@ -1,6 +1,6 @@
 //! Bytes of the engine's Ulysses exchanges in a real step, compared with values computed by hand.
 
-use crate::support::mesh_run::{Problem, global_batch, layout, micro_batches, on_mesh};
+use crate::support::mesh_run::{Problem, global_batch, layout, llama_config, micro_batches, on_mesh};
 use crate::support::problems::{CONFIG, problem};
 use crate::support::reference::{Batch, Family, ReferenceConfig};
 use anyhow::Result;
@@ -9,9 +9,10 @@ use std::sync::Arc;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::comm::{CollectiveOp, OpStats, ProcessGroupExt};
 use ulysses::engine::Engine;
-use ulysses::kernels::attention::FlashAttention;
+use ulysses::kernels::attention::{FlashAttention, grouped_heads};
 use ulysses::mesh::SeqSharding;
-use ulysses::sequence_parallel::{AttentionShape, RingVolume};
+use ulysses::nn::MixerConfig;
+use ulysses::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume, RingVolume};
 
 /// Eight query heads and four KV heads over three ranks: heads 3/3/2 with KV sets {0,1},
 /// {1,2}, {3}, tokens 22/21/21 of 64.
@@ -144,6 +145,46 @@ fn head_chunks_exchange_the_same_bytes_in_more_calls() {
             assert_eq!(chunked, in_two, "rank {rank}, checkpointing {checkpointing}");
         }
     }
+}
+
+#[test]
+fn passed_states_have_the_bytes_of_the_closed_form() {
+    for (family, dtype, elem_bytes) in [
+        (Family::Qwen35, "fp32", 4),
+        (Family::Qwen35, "bf16", 2),
+        (Family::GraniteHybrid, "fp32", 4),
+        (Family::Lfm2, "fp32", 4),
+    ] {
+        let model = ReferenceConfig { family, num_layers: 3, ..CONFIG };
+        let extra = json!({ "bf16": { "enabled": dtype == "bf16" }, "ulysses": { "state_passing": true } });
+        let layers = llama_config(&model).layers;
+        for (rank, measured) in measure_with(model, 5, extra).into_iter().enumerate() {
+            let (sizes, place) = ([SEQUENCES, 64], (5, rank));
+            let volumes = layers.iter().map(|layer| match layer {
+                MixerConfig::LinearAttention(shape) => {
+                    ExchangeVolume::of_passed_states(shape, sizes, place, elem_bytes)
+                }
+                MixerConfig::ShortConv(shape) => ExchangeVolume::of_passed_tokens(shape, sizes, place),
+                _ => attention_volume(rank),
+            });
+            let [forward, backward] = volumes.fold([0, 0], |[forward, backward], volume| {
+                [forward + volume.forward_elems, backward + volume.backward_elems]
+            });
+            let bytes = measured.map(|(_, bytes)| bytes);
+            assert_eq!(
+                bytes,
+                [forward, backward].map(|elems| elems * elem_bytes),
+                "{family:?}, {dtype}, rank {rank}"
+            );
+        }
+    }
+}
+
+/// The volume of attention on 1 × 5.
+fn attention_volume(rank: usize) -> ExchangeVolume {
+    let ReferenceConfig { num_heads, num_kv_heads, head_dim, .. } = CONFIG;
+    let shape = AttentionShape { batch: SEQUENCES, seq_len: 64, num_heads, num_kv_heads, head_dim };
+    ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), 5, rank).unwrap().volume()
 }
 
 /// Bytes that each rank sends over its ring in a forward and in a backward pass.

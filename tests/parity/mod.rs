@@ -22,4 +22,5 @@ mod sample;
 mod short_conv;
 mod single_branch;
 mod sinks;
+mod state_passing;
 mod tensor_parallel;

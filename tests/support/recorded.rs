@@ -39,7 +39,9 @@ impl Recorded {
         let bytes = |elements: usize, like: &Tensor| elements * like.dtype().size_in_bytes();
         match call.signature() {
             CallSignature::AllToAllStrided { plan, .. } => {
-                bytes(plan.counts().0.into_iter().sum(), &call.inputs()[0])
+                // A rank that only receives has no inputs.
+                let elements = plan.counts().0.into_iter().sum();
+                call.inputs().first().map_or(0, |first| bytes(elements, first))
             }
             _ => call.inputs().iter().map(|tensor| bytes(tensor.elem_count(), tensor)).sum(),
         }

@@ -75,6 +75,10 @@ keys! {
         /// sequences and has the same loss. The number of micro steps follows from the documents; the limit of tokens
         /// per rank and micro step is unchanged. Evaluation is not changed.
         pub flexible_sp: bool = flag(),
+        /// Linear attention, Mamba 2 and short convolutions compute each rank's tokens on that rank, for all heads, and pass on the
+        /// states after them, instead of exchanging tokens for heads. The bytes do not depend on `seq_len`; the recurrence is computed two
+        /// to three times. Attention is not changed. Without rings.
+        pub state_passing: bool = flag(),
         /// Stages of pipeline parallelism and the order of their passes.
         pub pipeline: PipelineConfig = section(),
         /// CPU threads per rank.

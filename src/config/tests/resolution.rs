@@ -79,6 +79,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             zero_partition_axes: PartitionAxes::Dp,
             ring_size: 1,
             flexible_sp: false,
+            state_passing: false,
             pipeline: PipelineConfig {
                 schedule: PipelineSchedule::OneForwardOneBackward,
                 virtual_stages: 1,

@@ -24,10 +24,15 @@ impl LinearAttention {
         let forward = &pass.forward;
         let LinearAttentionSaved { heads, out, z } = saved;
         let (dout, dz) = self.backward_output(out, z, dy, pass)?;
-        let dout = self.exchange_output(dout, (Gathered::Tokens, true), forward)?;
-        let dmixed = self.backward_heads(heads, &dout, pass)?;
-        forward.recycle([dout]);
-        let dmixed = self.exchange_mixed(dmixed, (Gathered::Heads, true), forward)?;
+        let dmixed = match self.extended_tokens(forward)? {
+            Some(extended) => self.backward_passed(heads, dout, &extended, pass)?,
+            None => {
+                let dout = self.exchange_output(dout, (Gathered::Tokens, true), forward)?;
+                let dmixed = self.backward_heads(heads, &dout, pass)?;
+                forward.recycle([dout]);
+                self.exchange_mixed(dmixed, (Gathered::Heads, true), forward)?
+            }
+        };
         let outputs: Vec<_> = self.mixed.iter().zip(dmixed.iter()).chain([(&self.z, &dz)]).collect();
         branch.backward_project(x, &outputs, dx, pass)?;
         forward.recycle(Vec::from(dmixed));

@@ -25,9 +25,14 @@ impl LinearAttention {
     ) -> Result<(Tensor, Option<LinearAttentionSaved>), LayerError> {
         let y = branch.open(x, pass)?;
         let (mixed, z) = self.project(branch, x, pass)?;
-        let mixed = self.exchange_mixed(mixed, (Gathered::Tokens, false), pass)?;
-        let (out, heads) = self.forward_heads(mixed, keep, pass)?;
-        let out = self.exchange_output(out, (Gathered::Heads, false), pass)?;
+        let (out, heads) = match self.extended_tokens(pass)? {
+            Some(extended) => self.forward_passed(mixed, &extended, keep, pass)?,
+            None => {
+                let mixed = self.exchange_mixed(mixed, (Gathered::Tokens, false), pass)?;
+                let (out, heads) = self.forward_heads(mixed, keep, pass)?;
+                (self.exchange_output(out, (Gathered::Heads, false), pass)?, heads)
+            }
+        };
         for tile in pass.ctx.token_tiles() {
             let gated = self.gated(&out, &z, &tile, pass)?;
             self.out.forward(&gated.rows, &token_rows(&y, &tile)?, true, pass)?;

@@ -1,6 +1,7 @@
 //! Convolution and state of one rank's heads, over whole sequences.
 
 use super::mixed::Mixed;
+use super::passed::PassedStates;
 use super::saved::HeadsSaved;
 use super::{LinearAttention, LinearAttentionKind};
 use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError, Parameter, add_bias_gradient};
@@ -10,24 +11,29 @@ use ulysses_kernels::decay_gates::{self, Rate};
 use ulysses_kernels::linear_attention::{self, LinearAttentionLayout, Rule};
 
 /// The operands of the recurrence.
-struct RecurrenceOperands {
+pub(super) struct RecurrenceOperands {
     /// Queries, keys and values after the convolution.
-    qkv: [Tensor; 3],
+    pub(super) qkv: [Tensor; 3],
     /// Decay and rate, in f32.
-    gates: [Tensor; 2],
+    pub(super) gates: [Tensor; 2],
     /// The heads' skip connections, of Mamba 2.
-    skip: Option<Tensor>,
-    layout: LinearAttentionLayout,
+    pub(super) skip: Option<Tensor>,
+    pub(super) layout: LinearAttentionLayout,
 }
 
 impl RecurrenceOperands {
-    fn borrow(&self) -> linear_attention::Operands<'_> {
-        let ([q, k, v], [g, beta]) = (&self.qkv, &self.gates);
+    pub(super) fn borrow(&self) -> linear_attention::Operands<'_> {
+        self.with_values(&self.qkv[2])
+    }
+
+    /// The operands with other values.
+    pub(super) fn with_values<'a>(&'a self, v: &'a Tensor) -> linear_attention::Operands<'a> {
+        let ([q, k, _], [g, beta]) = (&self.qkv, &self.gates);
         let rule = self.skip.as_ref().map_or(Rule::Delta, |skip| Rule::Sum { skip });
         linear_attention::Operands { q, k, v, g, beta, rule, layout: &self.layout }
     }
 
-    fn recycle(self, pass: &ForwardPass<'_>) {
+    pub(super) fn recycle(self, pass: &ForwardPass<'_>) {
         pass.recycle(self.qkv);
         pass.recycle(self.gates);
     }
@@ -57,7 +63,7 @@ impl LinearAttention {
             linear_attention::forward(&operands.borrow(), &out, states.as_ref(), ws)?;
             operands.recycle(pass);
         }
-        let saved = HeadsSaved { mixed, states };
+        let saved = HeadsSaved { mixed, states, passed: PassedStates::default() };
         if keep {
             return Ok((out, Some(saved)));
         }
@@ -77,7 +83,7 @@ impl LinearAttention {
     ) -> Result<Mixed<Tensor>, LayerError> {
         let (forward, ws) = (&pass.forward, pass.forward.workspace());
         let share = self.share(forward);
-        let HeadsSaved { mixed, states } = saved;
+        let HeadsSaved { mixed, states, .. } = saved;
         let Some(states) = states else { return Ok(mixed) };
         let operands = self.recurrence_operands(&mixed, &share, forward)?;
         let like = |tensor: &Tensor| ws.alloc(tensor.dims());
@@ -91,11 +97,7 @@ impl LinearAttention {
         linear_attention::backward(&operands.borrow(), &states, dout, &gradients, ws)?;
         operands.recycle(forward);
         forward.recycle([states]);
-        if let (Some(dskip), Some(skip)) = (&dskip, self.skip) {
-            let gradient = self.head_gradient(skip, &share, pass)?;
-            gradient.map_or(Ok(()), |gradient| add_bias_gradient(dskip, &gradient, ws))?;
-        }
-        forward.recycle(dskip);
+        self.backward_skip(dskip, &share, pass)?;
 
         let Mixed { qkv, b, a } = mixed;
         let (da, db) = (like(&a)?, b.as_ref().map(like).transpose()?);
@@ -105,15 +107,31 @@ impl LinearAttention {
 
         let mut results = Vec::new();
         for ((x, dy), channels) in qkv.into_iter().zip(dqkv).zip(self.channels(&share)) {
-            results.push(self.conv.backward(&dy, &x, &channels, pass)?);
+            results.push(self.conv.backward(&dy, &x, (&channels, forward.ctx.documents()), pass)?);
             forward.recycle([dy, x]);
         }
         let qkv = results.try_into().unwrap_or_else(|_| unreachable!("three convolutions"));
         Ok(Mixed { qkv, b: db, a: da })
     }
 
+    /// Adds the terms of all tokens to the gradient of the skip connection, and recycles them.
+    pub(super) fn backward_skip(
+        &self,
+        dskip: Option<Tensor>,
+        share: &HeadShare,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        if let (Some(dskip), Some(skip)) = (&dskip, self.skip) {
+            let gradient = self.head_gradient(skip, share, pass)?;
+            gradient
+                .map_or(Ok(()), |gradient| add_bias_gradient(dskip, &gradient, pass.forward.workspace()))?;
+        }
+        pass.forward.recycle(dskip);
+        Ok(())
+    }
+
     /// Backward of decay and rate: writes the gradients of their projections.
-    fn backward_gates(
+    pub(super) fn backward_gates(
         &self,
         [a, da]: [&Tensor; 2],
         [b, db]: [&Option<Tensor>; 2],
@@ -161,24 +179,35 @@ impl LinearAttention {
         share: &HeadShare,
         pass: &ForwardPass<'_>,
     ) -> Result<RecurrenceOperands, LayerError> {
-        let ws = pass.workspace();
         let channels = self.channels(share);
-        let conv = |x: &Tensor, part: usize| self.conv.forward(x, &channels[part], pass);
+        let documents = pass.ctx.documents();
+        let conv = |x: &Tensor, part: usize| self.conv.forward(x, (&channels[part], documents), pass);
         let qkv = [conv(q, 0)?, conv(k, 1)?, conv(v, 2)?];
-        let (batch, seq_len, heads, _) = a.dims4()?;
-        let gates = [ws.alloc_f32((batch, seq_len, heads))?, ws.alloc_f32((batch, seq_len, heads))?];
-        let [a_log, dt_bias] = self.gate_parameters(share, pass)?;
-        let b = b.as_ref().map(rows).transpose()?;
-        let operands = decay_gates::Operands {
-            a: &rows(a)?,
-            rate: self.rate(b.as_ref()),
-            a_log: &a_log,
-            dt_bias: &dt_bias,
-        };
-        decay_gates::forward(&operands, &gates[0], &gates[1])?;
+        let gates = self.gates(a, b.as_ref(), share, pass)?;
         let layout = pass.ctx.linear_attention_layout(&share.v_to_k(self.shape.heads()));
         let skip = self.skip.map(|skip| of_heads(&pass[skip], share)).transpose()?;
         Ok(RecurrenceOperands { qkv, gates, skip, layout })
+    }
+
+    /// Decay and rate of some heads.
+    ///
+    /// # Shapes
+    /// `a`, `b`: `[batch, seq, heads_local, 1]`, results: `[batch, seq, heads_local]` in f32.
+    pub(super) fn gates(
+        &self,
+        a: &Tensor,
+        b: Option<&Tensor>,
+        share: &HeadShare,
+        pass: &ForwardPass<'_>,
+    ) -> Result<[Tensor; 2], LayerError> {
+        let (ws, (batch, seq_len, heads, _)) = (pass.workspace(), a.dims4()?);
+        let gates = [ws.alloc_f32((batch, seq_len, heads))?, ws.alloc_f32((batch, seq_len, heads))?];
+        let [a_log, dt_bias] = self.gate_parameters(share, pass)?;
+        let b = b.map(rows).transpose()?;
+        let (a, rate) = (&rows(a)?, self.rate(b.as_ref()));
+        let operands = decay_gates::Operands { a, rate, a_log: &a_log, dt_bias: &dt_bias };
+        decay_gates::forward(&operands, &gates[0], &gates[1])?;
+        Ok(gates)
     }
 
     /// The parts of `A_log` and `dt_bias`.
@@ -197,7 +226,7 @@ impl LinearAttention {
     }
 
     /// The channels of the convolution of some heads' queries, keys and values.
-    fn channels(&self, HeadShare { keys, values }: &HeadShare) -> [Range<usize>; 3] {
+    pub(super) fn channels(&self, HeadShare { keys, values }: &HeadShare) -> [Range<usize>; 3] {
         let (key, value) = (self.shape.key_head_dim, self.shape.value_head_dim);
         let [q, k, v] = &self.channels;
         let of_heads = |all: &Range<usize>, heads: &Range<usize>, dim: usize| {

@@ -21,7 +21,8 @@
 //!
 //! Convolution and state see whole sequences: before them tokens are [exchanged for heads](super::HeadExchange), after them
 //! heads for tokens. A rank computes the gradients of its own heads' parts of the convolution, `A_log`, `dt_bias` and `D`; the sum
-//! over the sequence's ranks is the whole. Ranks of tp divide the heads first.
+//! over the sequence's ranks is the whole. Ranks of tp divide the heads first. Or each rank computes all heads for its tokens, and
+//! [states are passed on](passed).
 
 mod backward;
 mod config;
@@ -30,6 +31,7 @@ mod forward;
 mod gated_norm;
 mod heads;
 mod mixed;
+mod passed;
 mod saved;
 
 pub use config::{LinearAttentionConfig, LinearAttentionKind, Mamba2Config};

@@ -1,6 +1,7 @@
 //! Saved state of linear attention.
 
 use super::mixed::Mixed;
+use super::passed::PassedStates;
 use crate::nn::ForwardPass;
 use candle_core::Tensor;
 use ulysses_kernels::tensor;
@@ -17,17 +18,26 @@ pub struct LinearAttentionSaved {
 
 /// State of one rank's heads.
 pub(super) struct HeadsSaved {
-    /// Queries, keys, values before the convolution, and the projections for rate and decay.
+    /// Queries, keys, values before the convolution, and the projections for rate and decay. If states are passed on, the first three
+    /// are extended by the tokens before them.
     pub(super) mixed: Mixed<Tensor>,
     /// The states at some tokens; `None` without heads.
     pub(super) states: Option<Tensor>,
+    pub(super) passed: PassedStates,
 }
 
 impl LinearAttentionSaved {
     /// Bytes of the tensors.
     pub fn bytes(&self) -> usize {
-        let HeadsSaved { mixed, states } = &self.heads;
-        mixed.iter().chain(states).chain([&self.out, &self.z]).map(tensor::bytes).sum()
+        let HeadsSaved { mixed, states, passed: PassedStates { before, matrix } } = &self.heads;
+        mixed
+            .iter()
+            .chain(states)
+            .chain(before)
+            .chain(matrix)
+            .chain([&self.out, &self.z])
+            .map(tensor::bytes)
+            .sum()
     }
 
     /// Recycles the tensors.
@@ -40,6 +50,6 @@ impl LinearAttentionSaved {
 impl HeadsSaved {
     pub(super) fn recycle(self, pass: &ForwardPass<'_>) {
         pass.recycle(Vec::from(self.mixed));
-        pass.recycle(self.states);
+        pass.recycle(self.states.into_iter().chain(self.passed.before).chain(self.passed.matrix));
     }
 }

@@ -59,7 +59,8 @@ fn convolutions() -> ModelConfig {
     ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
 }
 
-/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Mamba 2. Layers of one branch. Convolutions.
+/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Mamba 2. Layers of one branch. Convolutions. States and tokens
+/// that are passed on.
 pub(super) fn cases() -> Vec<Case> {
     let ulysses = |ulysses: Value| json!({ "zero_optimization": { "stage": 2 }, "ulysses": ulysses });
     let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
@@ -71,6 +72,9 @@ pub(super) fn cases() -> Vec<Case> {
             "ulysses": ring(2),
         })
     };
+    let passed = |recomputed: bool| json!({ "state_passing": true, "activation_checkpointing": recomputed });
+    let mut passed_with_tp = with_tp(3);
+    passed_with_tp["ulysses"] = passed(true);
     vec![
         case("linear attention", hybrid(), (1, 1), 24, ulysses(json!({}))),
         case("linear attention, 1 x 5", hybrid(), (1, 5), 23, ulysses(json!({}))),
@@ -92,5 +96,10 @@ pub(super) fn cases() -> Vec<Case> {
         case("convolutions, 1 x 2, recomputed", convolutions(), (1, 2), 22, ulysses(recompute(false))),
         case("convolutions, 1 x 4, chunks", convolutions(), (1, 4), 25, ulysses(chunks)),
         case("convolutions, a ring of 2 x 2", convolutions(), (1, 4), 25, ulysses(ring(2))),
+        case("linear attention, 1 x 5, states passed", hybrid(), (1, 5), 23, ulysses(passed(false))),
+        case("linear attention, 2 x 2, states passed", hybrid(), (2, 2), 22, ulysses(passed(true))),
+        case("linear attention, pp 2, tp 3, states passed", hybrid(), (1, 2), 24, passed_with_tp),
+        case("Mamba 2, 1 x 4, states passed", mamba(), (1, 4), 25, ulysses(passed(true))),
+        case("convolutions, 2 x 3, tokens passed", convolutions(), (2, 3), 23, ulysses(passed(false))),
     ]
 }

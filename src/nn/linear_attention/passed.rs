@@ -1,0 +1,265 @@
+//! Linear attention of this rank's tokens only: ranks pass states on.
+//!
+//! Per head of each sequence, the state after a rank's tokens is `T·state + S` of the state before them. Ranks compute T and S
+//! of their own tokens, send both to all later ranks, and compose those of earlier ones to the state before their tokens. The backward
+//! pass is the same with Tᵀ, from the last rank to the first. This is the scan of affine maps by which linear recurrences are computed in
+//! parallel (Martin and Cundy 2018, arXiv 1709.04057), over ranks.
+//!
+//! The kernels know nothing of it: states are tokens. Those before a rank's own have unit vectors as keys, and store the rows of
+//! the state as their values, at rate 1. Those after have unit vectors as queries, and read them. T is what becomes of the unit matrix
+//! if it is stored, and no value after it.
+
+use super::heads::RecurrenceOperands;
+use super::mixed::Mixed;
+use super::saved::HeadsSaved;
+use super::{LinearAttention, LinearAttentionKind};
+use crate::nn::shard::{AffineMap, Direction, ExtendedTokens, Reach, alloc};
+use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError};
+use candle_core::{DType, Tensor};
+use std::sync::Arc;
+use ulysses_kernels::cast::cast;
+use ulysses_kernels::elementwise;
+use ulysses_kernels::linear_attention::{self, Gradients};
+use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
+
+/// A unit vector among keys and queries that the delta rule normalizes: next to its square, the number that is added is nothing.
+const UNIT: f32 = 1024.0;
+
+/// What a rank keeps of the states that it passed on, in f32.
+#[derive(Default)]
+pub(super) struct PassedStates {
+    /// The state before its tokens; `None` on the first rank.
+    pub(super) before: Option<Tensor>,
+    /// T; `None` on the first and the last rank.
+    pub(super) matrix: Option<Tensor>,
+}
+
+impl LinearAttention {
+    /// The extended tokens, if ranks pass states on instead of exchanging tokens for heads.
+    pub(super) fn extended_tokens(
+        &self,
+        pass: &ForwardPass<'_>,
+    ) -> Result<Option<Arc<ExtendedTokens>>, LayerError> {
+        pass.ctx.extended_tokens(&Reach {
+            tokens_before: self.shape.conv_width - 1,
+            state_rows: self.shape.key_head_dim,
+            v_to_k: self.all_heads().v_to_k(self.shape.heads()),
+        })
+    }
+
+    /// The output of all heads for this rank's tokens, with the state for the backward pass if `keep`. Collective.
+    ///
+    /// # Shapes
+    /// `mixed`: `[batch, seq_local, heads, dim]`, result: `[batch, seq_local, value heads, value_head_dim]`.
+    pub(super) fn forward_passed(
+        &self,
+        Mixed { qkv, b, a }: Mixed<Tensor>,
+        extended: &ExtendedTokens,
+        keep: bool,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(Tensor, Option<HeadsSaved>), LayerError> {
+        let received = extended.extend(&qkv, pass)?;
+        pass.recycle(qkv);
+        let qkv = received.try_into().unwrap_or_else(|_| unreachable!("three tensors"));
+        let mixed = Mixed { qkv, b, a };
+        let operands = self.passed_operands(&mixed, extended, pass)?;
+        let recur = || self.recur(&operands, keep, pass);
+        let first = extended.is_first().then(recur).transpose()?;
+        let own = match &first {
+            Some((o, _)) => AffineMap { constant: Some(self.states_after(o, extended, pass)?), matrix: None },
+            None if extended.is_last() => AffineMap::default(),
+            None => self.affine_map(&operands, extended, pass)?,
+        };
+        let before = extended.pass_on(&own, self.state_dims(&operands), Direction::Forward, pass)?;
+        if let Some(before) = &before {
+            extended.store_before(before, &operands.qkv[2])?;
+        }
+        let (o, states) = first.map_or_else(recur, Ok)?;
+        operands.recycle(pass);
+        let out = in_dtype(extended.within(o, pass)?, pass.workspace().options().dtype, pass)?;
+        pass.recycle(own.constant);
+        let saved = HeadsSaved { mixed, states, passed: PassedStates { before, matrix: own.matrix } };
+        if keep {
+            return Ok((out, Some(saved)));
+        }
+        saved.recycle(pass);
+        Ok((out, None))
+    }
+
+    /// Backward of [`forward_passed`](Self::forward_passed), as [`backward_heads`](Self::backward_heads); `dout` is recycled.
+    /// Collective.
+    pub(super) fn backward_passed(
+        &self,
+        HeadsSaved { mixed, states, passed: PassedStates { before, matrix } }: HeadsSaved,
+        dout: Tensor,
+        extended: &ExtendedTokens,
+        pass: &BackwardPass<'_>,
+    ) -> Result<Mixed<Tensor>, LayerError> {
+        let (forward, ws) = (&pass.forward, pass.forward.workspace());
+        let operands = self.passed_operands(&mixed, extended, forward)?;
+        if let Some(before) = &before {
+            extended.store_before(before, &operands.qkv[2])?;
+        }
+        let dout = extended.around(in_dtype(dout, DType::F32, forward)?, forward)?;
+        let like = |tensor: &Tensor| ws.alloc_f32(tensor.dims());
+        let ([q, k, v], [g, beta]) = (&operands.qkv, &operands.gates);
+        let (dqkv, dgates) = ([like(q)?, like(k)?, like(v)?], [like(g)?, like(beta)?]);
+        let dskip = operands.skip.as_ref().map(|_| like(g)).transpose()?;
+        let ([dq, dk, dv], [dg, dbeta]) = (&dqkv, &dgates);
+        let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: dskip.as_ref() };
+        let states = states.unwrap_or_else(|| unreachable!("every rank has all heads"));
+        let backward = || linear_attention::backward(&operands.borrow(), &states, &dout, &gradients, ws);
+        let mut own = AffineMap { constant: None, matrix };
+        if !extended.is_first() {
+            // Without the gradient of the state after the tokens, which is not known yet.
+            backward()?;
+            own.constant = Some(extended.read_before(dv, forward)?);
+        }
+        let after = extended.pass_on(&own, self.state_dims(&operands), Direction::Backward, forward)?;
+        forward.recycle(own.constant.into_iter().chain(own.matrix));
+        if let Some(after) = after {
+            elementwise::scale(&after, self.query_scale().recip())?;
+            extended.store_after(&after, &dout)?;
+            forward.recycle([after]);
+            backward()?;
+        }
+        operands.recycle(forward);
+        forward.recycle([states, dout].into_iter().chain(before));
+
+        let share = self.all_heads();
+        self.backward_skip(dskip, &share, pass)?;
+        let Mixed { qkv, b, a } = mixed;
+        let [dg, dbeta] = dgates;
+        let dgates = [extended.within(dg, forward)?, extended.within(dbeta, forward)?];
+        let (da, db) = (ws.alloc(a.dims())?, b.as_ref().map(|b| ws.alloc(b.dims())).transpose()?);
+        self.backward_gates([&a, &da], [&b, &db], &dgates, &share, pass)?;
+        forward.recycle(dgates);
+        forward.recycle([a].into_iter().chain(b));
+        let mut dextended = Vec::new();
+        for ((x, dy), channels) in qkv.into_iter().zip(dqkv).zip(self.channels(&share)) {
+            extended.clear_around(&dy, forward)?;
+            let dy = in_dtype(dy, x.dtype(), forward)?;
+            dextended.push(self.conv.backward(&dy, &x, (&channels, extended.convolved()), pass)?);
+            forward.recycle([dy, x]);
+        }
+        let reduced = extended.reduce(&dextended, forward)?;
+        forward.recycle(dextended);
+        let qkv = reduced.try_into().unwrap_or_else(|_| unreachable!("three tensors"));
+        Ok(Mixed { qkv, b: db, a: da })
+    }
+
+    /// The operands of the recurrence over extended tokens, in f32. The state before the tokens is zero.
+    fn passed_operands(
+        &self,
+        Mixed { qkv, b, a }: &Mixed<Tensor>,
+        extended: &ExtendedTokens,
+        pass: &ForwardPass<'_>,
+    ) -> Result<RecurrenceOperands, LayerError> {
+        let share = self.all_heads();
+        let channels = self.channels(&share);
+        let conv = |part: usize| -> Result<Tensor, LayerError> {
+            let y = self.conv.forward(&qkv[part], (&channels[part], extended.convolved()), pass)?;
+            let y = in_dtype(y, DType::F32, pass)?;
+            extended.clear_around(&y, pass)?;
+            Ok(y)
+        };
+        let qkv = [conv(0)?, conv(1)?, conv(2)?];
+        let unit = if self.is_delta() { UNIT } else { 1.0 };
+        extended.write_units_before(unit, &qkv[1], 0, pass)?;
+        extended.write_units_after(unit, &qkv[0], pass)?;
+        let [g, beta] = self.gates(a, b.as_ref(), &share, pass)?;
+        let gates = [extended.around(g, pass)?, extended.around(beta, pass)?];
+        extended.write_ones_before(&gates[1], pass)?;
+        let in_f32 = |skip| -> Result<Tensor, LayerError> {
+            let in_f32 = pass.workspace().alloc_f32(pass[skip].dims())?;
+            cast(&pass[skip], &in_f32)?;
+            Ok(in_f32)
+        };
+        let skip = self.skip.map(in_f32).transpose()?;
+        Ok(RecurrenceOperands { qkv, gates, skip, layout: extended.recurrence().clone() })
+    }
+
+    /// The output over extended tokens, with the states at some of them for the backward pass if `keep`.
+    fn recur(
+        &self,
+        operands: &RecurrenceOperands,
+        keep: bool,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(Tensor, Option<Tensor>), LayerError> {
+        let ws = pass.workspace();
+        let o = ws.alloc_f32(operands.qkv[2].dims())?;
+        let shape = operands.layout.states_shape(self.shape.key_head_dim, self.shape.value_head_dim);
+        let states = keep.then(|| ws.alloc_f32(shape.to_vec())).transpose()?;
+        linear_attention::forward(&operands.borrow(), &o, states.as_ref(), ws)?;
+        Ok((o, states))
+    }
+
+    /// S and T of this rank's tokens, each in some columns of the same values.
+    fn affine_map(
+        &self,
+        operands: &RecurrenceOperands,
+        extended: &ExtendedTokens,
+        pass: &ForwardPass<'_>,
+    ) -> Result<AffineMap, LayerError> {
+        let v = &operands.qkv[2];
+        let (batch, rows, heads, value_dim) = v.dims4()?;
+        let width = value_dim + self.shape.key_head_dim;
+        let values = pass.workspace().alloc_f32((batch, rows, heads, width))?;
+        elementwise::fill(&values, 0.0)?;
+        let all = StridedBlock::contiguous(0, 0, value_dim);
+        let all = |row_stride| StridedBlock { rows: batch * rows * heads, row_stride, ..all.clone() };
+        let copy = BlockCopy { from: all(value_dim), to: all(width), accumulate: false };
+        copy_blocks(&[v], &[&values], &[copy])?;
+        extended.write_units_before(1.0, &values, value_dim, pass)?;
+        let o = pass.workspace().alloc_f32(values.dims())?;
+        linear_attention::forward(&operands.with_values(&values), &o, None, pass.workspace())?;
+        elementwise::scale(&o, self.query_scale().recip())?;
+        let constant = extended.read_after(&o, 0..value_dim, pass)?;
+        let matrix = extended.read_after(&o, value_dim..width, pass)?;
+        pass.recycle([values, o]);
+        Ok(AffineMap { constant: Some(constant), matrix: Some(matrix) })
+    }
+
+    /// The states after the tokens.
+    fn states_after(
+        &self,
+        o: &Tensor,
+        extended: &ExtendedTokens,
+        pass: &ForwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        let states = extended.read_after(o, 0..self.shape.value_head_dim, pass)?;
+        elementwise::scale(&states, self.query_scale().recip())?;
+        Ok(states)
+    }
+
+    /// The dimensions of S and T.
+    fn state_dims(&self, operands: &RecurrenceOperands) -> [[usize; 4]; 2] {
+        let (batch, heads) = (operands.layout.documents().batch(), self.shape.num_value_heads);
+        let key_dim = self.shape.key_head_dim;
+        [self.shape.value_head_dim, key_dim].map(|columns| [batch, heads, key_dim, columns])
+    }
+
+    fn all_heads(&self) -> HeadShare {
+        self.shape.heads().share(1, 0)
+    }
+
+    fn is_delta(&self) -> bool {
+        self.shape.kind == LinearAttentionKind::GatedDeltaNet
+    }
+
+    /// The factor of the queries.
+    fn query_scale(&self) -> f32 {
+        if self.is_delta() { 1.0 / (self.shape.key_head_dim as f32).sqrt() } else { 1.0 }
+    }
+}
+
+/// The tensor in f32 or the type of the activations. One in another type is recycled.
+fn in_dtype(tensor: Tensor, dtype: DType, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+    if tensor.dtype() == dtype {
+        return Ok(tensor);
+    }
+    let other = alloc(tensor.dims(), dtype, pass)?;
+    cast(&tensor, &other)?;
+    pass.recycle([tensor]);
+    Ok(other)
+}
