@@ -124,6 +124,8 @@ pub struct ModelConfig {
     pub norm_bias: bool,
     /// Whether the projections of the MLP have biases.
     pub mlp_bias: bool,
+    /// Whether the output projection has a bias.
+    pub head_bias: bool,
     /// The number of learned position embeddings; `None` without them.
     pub learned_positions: Option<usize>,
     /// Constant factors.
@@ -192,6 +194,7 @@ impl ModelConfig {
             centered_norms: false,
             norm_bias: false,
             mlp_bias: false,
+            head_bias: false,
             learned_positions: None,
             multipliers: Multipliers::default(),
             final_softcap: None,

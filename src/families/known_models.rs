@@ -73,7 +73,7 @@ mod tests {
             assert_eq!(config.num_parameters(), model.num_parameters, "{}", model.name);
             config.validate(model.name).unwrap();
         }
-        assert_eq!(known_models().count(), 74);
+        assert_eq!(known_models().count(), 78);
     }
 
     #[test]

@@ -28,14 +28,14 @@ mod llama;
 mod mistral;
 mod nemotron;
 mod olmo;
-mod phi3;
+mod phi;
 mod qwen;
 mod seed_oss;
 mod smollm3;
 mod stablelm;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 31] = [
+pub static FAMILIES: [&Family; 33] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
@@ -51,7 +51,8 @@ pub static FAMILIES: [&Family; 31] = [
     &granite::GRANITE_HYBRID,
     &olmo::OLMO2,
     &olmo::OLMO3,
-    &phi3::PHI3,
+    &phi::PHI,
+    &phi::PHI3,
     &smollm3::SMOLLM3,
     &exaone4::EXAONE4,
     &seed_oss::SEED_OSS,
@@ -61,6 +62,7 @@ pub static FAMILIES: [&Family; 31] = [
     &cohere::COHERE2,
     &ernie::ERNIE4_5,
     &gpt::GPT2,
+    &gpt::GPTJ,
     &gpt::GPT_NEOX,
     &gpt::STARCODER2,
     &nemotron::NEMOTRON,

@@ -81,6 +81,7 @@ impl HfConfig<'_> {
             centered_norms: false,
             norm_bias: false,
             mlp_bias: false,
+            head_bias: false,
             learned_positions: None,
             multipliers: Multipliers::default(),
             final_softcap: None,
@@ -96,6 +97,14 @@ impl HfConfig<'_> {
                 Err(self.error(key, &format!("it must be from 1 to {MAX_LAYERS}")))
             }
             num_layers => Ok(num_layers),
+        }
+    }
+
+    /// What norms add to the mean square, if its key is not that of [`decoder`](Self::decoder).
+    pub(crate) fn eps(&self, key: &'static str, default: f64) -> Result<f64, ModelError> {
+        match self.number(key, default)? {
+            eps if eps.is_finite() && eps >= 0.0 => Ok(eps),
+            _ => Err(self.error(key, "it must be at least 0")),
         }
     }
 

@@ -12,7 +12,7 @@ use crate::model::Model;
 use crate::nn::tests::{context, random};
 use crate::nn::{
     AttentionConfig, Init, LayerError, LinearAttentionConfig, LinearAttentionKind, MixerConfig,
-    ParameterSpec, ShortConvConfig,
+    ParameterSpec, QkNorm, ShortConvConfig,
 };
 use candle_core::Tensor;
 use serde_json::{Value, json};
@@ -76,6 +76,9 @@ fn descriptions() -> Vec<ModelConfig> {
     cohere.attention_layers_mut().next().unwrap().rope = Some(Rope { interleaved: true, ..300.0.into() });
     cohere.attention_layers_mut().next().unwrap().window = Some(7);
     cohere.multipliers.logits = 0.25;
+    let phi1 = of_family("phi").with_rope(|rope| rope.partial_rotary_factor = 0.25);
+    let phi1 = phi1.with_attention(|layer| layer.qk_norm = Some(QkNorm::Head));
+    let gptj = of_family("gptj").with_rope(|rope| rope.partial_rotary_factor = 0.5);
     let neox = of_family("gpt_neox")
         .with_attention(|layer| (layer.qkv_bias, layer.o_bias) = (false, false))
         .with_rope(|rope| rope.partial_rotary_factor = 0.67);
@@ -88,7 +91,7 @@ fn descriptions() -> Vec<ModelConfig> {
     let starcoder = ModelConfig { mlp_bias: false, ..starcoder };
     let others =
         [cohere, partly_rotated, granite, capped, gemma, gemma4, exaone, glm, glm_with_biases, phi, qwen];
-    let others = others.into_iter().chain([neox, ernie, nemotron, starcoder, lfm]).chain(hybrids);
+    let others = others.into_iter().chain([phi1, gptj, neox, ernie, nemotron, starcoder, lfm]).chain(hybrids);
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }
@@ -145,10 +148,11 @@ fn every_family_and_scaling_round_trips() {
         });
         for scaling in scalings.into_iter().chain(long) {
             match (config.family.model_type, scaling) {
-                ("phi3", Scaling::None | Scaling::LongRope { .. }) | ("ministral3", Scaling::Yarn { .. }) => {
-                }
+                ("phi3", Scaling::None | Scaling::LongRope { .. })
+                | ("ministral3", Scaling::Yarn { .. })
+                | ("gptj", Scaling::None) => {}
                 // They have no others.
-                ("phi3" | "ministral3", _) => continue,
+                ("phi3" | "ministral3" | "gptj", _) => continue,
                 _ => {}
             }
             // Of these, layers with a window have no scaling.
@@ -205,8 +209,9 @@ fn another_number_of_parameters_is_refused() {
 #[test]
 fn every_family_has_the_parameters_of_its_published_checkpoints() {
     let names = |family| {
-        let layer = (of_family(family).family.block)(&of_family(family), 1);
-        let name = |spec: &ParameterSpec| spec.name.replace("model.layers.1.", "").replace(".weight", "");
+        let config = of_family(family);
+        let (layer, prefix) = ((config.family.block)(&config, 1), format!("{}.", config.layer_name(1)));
+        let name = |spec: &ParameterSpec| spec.name.replace(&prefix, "").replace(".weight", "");
         layer.parameters().iter().map(name).collect::<Vec<_>>().join(" ")
     };
     let projections = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj";
@@ -226,6 +231,31 @@ fn every_family_has_the_parameters_of_its_published_checkpoints() {
     assert_eq!(names("glm4"), format!("{projections} {glm}"));
     let fused = "self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj";
     assert_eq!(names("phi3"), format!("{fused} input_layernorm post_attention_layernorm"));
+    for (family, projections, norm) in [
+        (
+            "phi",
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.dense mlp.fc1 mlp.fc2",
+            "input_layernorm",
+        ),
+        ("gptj", "attn.q_proj attn.k_proj attn.v_proj attn.out_proj mlp.fc_in mlp.fc_out", "ln_1"),
+    ] {
+        let is_biased = |name: &&str| family == "phi" || name.starts_with("mlp");
+        let biases: String =
+            projections.split(' ').filter(is_biased).map(|name| format!(" {name}.bias")).collect();
+        assert_eq!(names(family), format!("{projections} {norm} {norm}.bias{biases}"));
+        let model = Model::new(&of_family(family)).unwrap();
+        let head: Vec<_> =
+            model.objective.parameters().iter().map(|spec| (spec.name.as_str(), &spec.shape[..])).collect();
+        let norm = if family == "phi" { "model.final_layernorm" } else { "transformer.ln_f" };
+        let norms = ["weight", "bias"].map(|part| format!("{norm}.{part}"));
+        let expected = [
+            (&*norms[0], &[24][..]),
+            ("lm_head.weight", &[256, 24]),
+            (&*norms[1], &[24]),
+            ("lm_head.bias", &[256]),
+        ];
+        assert_eq!(head, expected);
+    }
 }
 
 #[test]

@@ -83,6 +83,10 @@ impl Model {
             .with_norm_name(names.norm)
             .with_logit_scale(multipliers.logits)
             .with_softcap(final_softcap);
+        let objective = match config.head_bias {
+            true => objective.with_bias(&names.head.replace(".weight", ".bias")),
+            false => objective,
+        };
         let layer = |index| (config.family.block)(config, index);
         let layers = (0..config.num_layers()).map(layer).collect();
         Self { input, layers, objective: Box::new(objective) }

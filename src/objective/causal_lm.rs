@@ -12,7 +12,9 @@ use crate::nn::{
 use candle_core::Tensor;
 use std::num::NonZero;
 use ulysses_kernels::device::dry;
-use ulysses_kernels::lm_head_loss::{self, LogitTiles, Losses, default_tile_tokens};
+use ulysses_kernels::lm_head_loss::{
+    self, LogitTiles, Losses, Projection, ProjectionGradients, default_tile_tokens,
+};
 use ulysses_kernels::{Workspace, elementwise, linear, rms_norm};
 use vocab_parallel::VocabParallelLm;
 
@@ -22,7 +24,8 @@ use vocab_parallel::VocabParallelLm;
 /// [`Tiling::loss_tile_tokens`](crate::nn::Tiling::loss_tile_tokens) tokens at a time, in the forward and in the backward pass.
 #[derive(Debug, Clone)]
 pub struct CausalLm {
-    /// The norm's weight, `[hidden]`, the projection, `[vocab, hidden]`, and the norm's bias if there is one.
+    /// The norm's weight, `[hidden]`, the projection, `[vocab, hidden]`, then if there are any the norm's bias and the projection's,
+    /// `[vocab]`.
     parameters: Vec<ParameterSpec>,
     norm: NormConfig,
     /// Factor on the logits.
@@ -59,6 +62,21 @@ struct Head<T> {
     norm: T,
     projection: T,
     norm_bias: Option<T>,
+    bias: Option<T>,
+}
+
+impl<'a> Head<&'a Tensor> {
+    fn projection(&self) -> Projection<'a> {
+        Projection { weight: self.projection, bias: self.bias }
+    }
+}
+
+impl<'a> Head<&'a Option<Tensor>> {
+    /// The gradients of the projection, unless it is frozen.
+    fn projection(&self) -> ProjectionGradients<'a> {
+        let bias = self.bias.and_then(Option::as_ref);
+        ProjectionGradients { weight: self.projection.as_ref(), bias }
+    }
 }
 
 impl CausalLm {
@@ -83,11 +101,20 @@ impl CausalLm {
     #[must_use]
     pub fn with_norm_name(mut self, name: &str) -> Self {
         self.parameters[0].name = format!("{name}.weight");
-        self.parameters.iter_mut().skip(2).for_each(|bias| bias.name = format!("{name}.bias"));
+        if self.norm.bias {
+            self.parameters[2].name = format!("{name}.bias");
+        }
         self
     }
 
-    /// Multiplies the logits.
+    /// Gives the projection a bias of this name.
+    #[must_use]
+    pub fn with_bias(mut self, name: &str) -> Self {
+        self.parameters.push(ParameterSpec::new(name, [self.vocab_size()], Init::Zeros));
+        self
+    }
+
+    /// Multiplies the logits, before a bias is added.
     #[must_use]
     pub fn with_logit_scale(self, logit_scale: f64) -> Self {
         Self { logit_scale, ..self }
@@ -141,6 +168,19 @@ impl CausalLm {
         Ok(rms_norm::backward(dy, x, self.norm.gain(head.norm), rstd, dx, false, dweight)?)
     }
 
+    /// Writes all logits.
+    fn project(
+        &self,
+        normed: &Tensor,
+        head: &Head<&Tensor>,
+        logits: &Tensor,
+        ws: &Workspace,
+    ) -> Result<(), LayerError> {
+        linear::forward(normed, head.projection, logits, false)?;
+        head.bias.map_or(Ok(()), |bias| add_bias(bias, logits, true, ws))?;
+        Ok(self.softcap.map_or(Ok(()), |cap| elementwise::softcap(logits, cap))?)
+    }
+
     /// Number of classes.
     pub fn vocab_size(&self) -> usize {
         self.parameters[1].shape[0]
@@ -148,8 +188,9 @@ impl CausalLm {
 
     fn head<'a, T>(&self, values: &'a [T]) -> Result<Head<&'a T>, LayerError> {
         match values {
-            [norm, projection, bias @ ..] if values.len() == self.parameters.len() => {
-                Ok(Head { norm, projection, norm_bias: bias.first() })
+            [norm, projection, biases @ ..] if values.len() == self.parameters.len() => {
+                let (of_norm, of_projection) = biases.split_at(usize::from(self.norm.bias));
+                Ok(Head { norm, projection, norm_bias: of_norm.first(), bias: of_projection.first() })
             }
             _ => Err(LayerError::parameter_count(self.name(), self.parameters.len(), values.len())),
         }
@@ -202,7 +243,7 @@ impl CausalLm {
             let [normed, rstd] = [normed.narrow(0, 0, labeled)?, rstd.narrow(0, 0, labeled)?];
             self.normalize(&x, &head, [&normed, &rstd], ws)?;
             let lse = chunk.region_of(&lse)?.narrow(0, 0, labeled)?;
-            losses.append(lm_head_loss::forward(&normed, head.projection, &chunk.labels, tile, &lse, ws)?);
+            losses.append(lm_head_loss::forward(&normed, head.projection(), &chunk.labels, tile, &lse, ws)?);
         }
         [Some(rstd), Some(normed), gathered].into_iter().flatten().for_each(|tensor| ws.recycle(tensor));
         Ok((losses, SavedHead { x: x.clone(), lse, tokens }))
@@ -219,7 +260,6 @@ impl CausalLm {
         ws: &Workspace,
     ) -> Result<(), LayerError> {
         let Chunk { labels, compaction, .. } = chunk;
-        let dprojection = gradients.projection.as_ref();
         // The buffer has the gathered hidden states, if any are, and then the gradient of the normalized ones.
         let (x, dnormed_at) = match compaction {
             Some(compaction) => (compaction.compact(&region, buffer)?, labels.len()),
@@ -229,8 +269,8 @@ impl CausalLm {
         // First the normalized hidden states, then the gradient of `x`.
         let compact = dx.narrow(0, 0, labels.len())?;
         self.normalize(&x, head, [&compact, &rstd], ws)?;
-        let projection = head.projection;
-        lm_head_loss::backward(&compact, projection, labels, &lse, scale, &dnormed, dprojection, tile, ws)?;
+        let (projection, gradient) = (head.projection(), gradients.projection());
+        lm_head_loss::backward(&compact, projection, labels, &lse, scale, &dnormed, gradient, tile, ws)?;
         self.backward_norm(&dnormed, [&x, &rstd], &compact, head, gradients, ws)?;
         compaction.as_ref().map_or(Ok(()), |compaction| compaction.expand(&dx, buffer))
     }
@@ -316,10 +356,7 @@ impl Objective for CausalLm {
         let (normed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32((batch, tokens))?);
         self.normalize(x, &head, [&normed, &rstd], ws)?;
         let logits = Tensor::zeros((batch, tokens, self.vocab_size()), x.dtype(), x.device())?;
-        linear::forward(&normed, head.projection, &logits, false)?;
-        if let Some(cap) = self.softcap {
-            elementwise::softcap(&logits, cap)?;
-        }
+        self.project(&normed, &head, &logits, ws)?;
         [normed, rstd].into_iter().for_each(|tensor| ws.recycle(tensor));
         Ok(logits)
     }

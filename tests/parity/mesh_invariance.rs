@@ -207,7 +207,7 @@ fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
 /// LayerNorm and biases everywhere, MLPs without a gate, learned positions, and weights of other layouts.
 #[test]
 fn the_blocks_of_gpt_and_its_relatives_are_the_same_on_every_mesh() {
-    use Family::{Ernie, Gpt2, GptNeoX, Nemotron, StableLm, StarCoder2};
+    use Family::{Ernie, Gpt2, GptJ, GptNeoX, Nemotron, Phi, StableLm, StarCoder2};
     let equal_heads = |family| ReferenceConfig { family, num_heads: 6, num_kv_heads: 6, ..CONFIG };
     let of_family = |family| ReferenceConfig { family, head_dim: 8, partial_rotary_factor: 0.5, ..CONFIG };
     check_families(&[
@@ -220,6 +220,13 @@ fn the_blocks_of_gpt_and_its_relatives_are_the_same_on_every_mesh() {
         of_family(Nemotron),
         ReferenceConfig { qkv_bias: true, ..of_family(Nemotron) },
         ReferenceConfig { qkv_bias: true, num_heads: 6, num_kv_heads: 3, head_dim: 4, ..of_family(StableLm) },
+    ]);
+    // The head has a bias.
+    let of_one_norm = |family| ReferenceConfig { partial_rotary_factor: 0.5, ..equal_heads(family) };
+    check_families(&[
+        of_one_norm(GptJ),
+        ReferenceConfig { num_kv_heads: 3, ..of_one_norm(Phi) },
+        ReferenceConfig { qk_norm: true, tie_word_embeddings: true, ..of_one_norm(Phi) },
     ]);
 }
 

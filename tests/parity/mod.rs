@@ -5,6 +5,7 @@ mod documents;
 mod fault_injection;
 mod flexible_sp;
 mod golden;
+mod head_bias;
 mod hybrid_meshes;
 mod linear_attention;
 mod loss_normalization;

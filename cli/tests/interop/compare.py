@@ -63,9 +63,13 @@ def in_f32_and_f64(model_dir):
     with mock.patch.multiple(torch, float32=torch.float64, float=torch.float64), mock.patch.object(
         torch.Tensor, "float", torch.Tensor.double
     ):
+        torch.set_default_dtype(torch.float64)
         for module in model.modules():
-            if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
-                module.__init__(module.config)
+            # That of GPT-J does not keep its configuration.
+            is_of_text = hasattr(module, "config") or type(module).__name__.startswith("GPTJ")
+            if type(module).__name__.endswith("RotaryEmbedding") and is_of_text:
+                module.__init__(getattr(module, "config", model.config))
+        torch.set_default_dtype(torch.float32)
         return in_f32, trained(model)
 
 

@@ -33,7 +33,7 @@ const MESHES: [&str; 6] =
 const ON_ALL_MESHES: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 56] = [
+const FAMILIES: [&str; 59] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -90,6 +90,9 @@ const FAMILIES: [&str; 56] = [
     "qwen3_5_vision",
     "nemotron_h",
     "nemotron_h_biases",
+    "phi",
+    "phi_norms",
+    "gptj",
 ];
 
 fn main() -> ExitCode {

@@ -110,7 +110,8 @@ pub(super) fn softcap(launcher: &Launcher, dst: &Tensor, cap: f32) -> Result<(),
     one_tensor(launcher, "elementwise_softcap", dst, cap)
 }
 
-pub(super) fn fill(launcher: &Launcher, dst: &Tensor, value: f32) -> Result<(), DeviceError> {
+/// Writes the same value to all elements.
+pub(crate) fn fill(launcher: &Launcher, dst: &Tensor, value: f32) -> Result<(), DeviceError> {
     one_tensor(launcher, "elementwise_fill", dst, value)
 }
 

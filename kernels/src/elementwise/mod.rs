@@ -6,7 +6,7 @@ pub mod reference;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use cuda::add_blocks;
+pub(crate) use cuda::{add_blocks, fill as fill_on};
 
 use super::OpError;
 use super::arg_check::ArgCheck;

@@ -16,6 +16,7 @@ use std::ops::Range;
 pub(super) fn forward<T: Stored>(
     sizes: Sizes,
     [x, weight]: [&[T]; 2],
+    bias: Option<&[f32]>,
     labels: &[i64],
     lse: &mut [f32],
     logits: &mut [f32],
@@ -29,7 +30,7 @@ pub(super) fn forward<T: Stored>(
             continue;
         }
         let logits = &mut logits[..tokens.len() * vocab_size];
-        logits_of_tile(sizes, [&x[tokens.start * dim..tokens.end * dim], weight], logits)?;
+        logits_of_tile(sizes, [&x[tokens.start * dim..tokens.end * dim], weight], bias, logits)?;
 
         let rows = rows_per_block(labels.len(), vocab_size);
         (logits.par_chunks(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks_mut(rows))
@@ -50,21 +51,23 @@ pub(super) fn forward<T: Stored>(
 pub(super) struct BackwardInputs<'a, T> {
     pub(super) x: &'a [T],
     pub(super) weight: &'a [T],
+    pub(super) bias: Option<&'a [f32]>,
     pub(super) labels: &'a [i64],
     pub(super) lse: &'a [f32],
     pub(super) scale: f32,
 }
 
-/// `logits` has room for a tile.
+/// `logits` has room for a tile. Adds to the gradients of weight and bias.
 pub(super) fn backward<T: Stored>(
     sizes: Sizes,
     inputs: BackwardInputs<'_, T>,
     dx: &mut [T],
     mut dweight: Option<&mut [f32]>,
+    mut dbias: Option<&mut [f64]>,
     logits: &mut [f32],
 ) -> Result<(), OpError> {
     let Sizes { dim, vocab_size, .. } = sizes;
-    let BackwardInputs { x, weight, labels, lse, scale } = inputs;
+    let BackwardInputs { x, weight, bias, labels, lse, scale } = inputs;
     for tokens in sizes.tiles() {
         let rows_of_x = tokens.start * dim..tokens.end * dim;
         let (labels, lse) = (&labels[tokens.clone()], &lse[tokens.clone()]);
@@ -76,7 +79,7 @@ pub(super) fn backward<T: Stored>(
         let n = tokens.len();
         let tile = &mut logits[..n * vocab_size];
         let x = &x[rows_of_x];
-        logits_of_tile(sizes, [x, weight], tile)?;
+        logits_of_tile(sizes, [x, weight], bias, tile)?;
 
         let rows = rows_per_block(n, vocab_size);
         (tile.par_chunks_mut(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks(rows))
@@ -97,18 +100,35 @@ pub(super) fn backward<T: Stored>(
                 true,
             )?;
         }
+        dbias.as_deref_mut().into_iter().for_each(|dbias| add_rows(tile, dbias));
     }
     Ok(())
+}
+
+/// Adds the rows of a tile to `sums`, in order.
+fn add_rows(tile: &[f32], sums: &mut [f64]) {
+    let vocab_size = sums.len();
+    let columns = rows_per_block(vocab_size, tile.len() / vocab_size);
+    sums.par_chunks_mut(columns).enumerate().for_each(|(block, sums)| {
+        for row in tile.chunks_exact(vocab_size) {
+            let row = &row[block * columns..];
+            sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += f64::from(*value));
+        }
+    });
 }
 
 /// The logits of a tile's tokens `x`, with their soft cap.
 fn logits_of_tile<T: Stored>(
     Sizes { dim, vocab_size, softcap, .. }: Sizes,
     [x, weight]: [&[T]; 2],
+    bias: Option<&[f32]>,
     logits: &mut [f32],
 ) -> Result<(), OpError> {
+    if let Some(bias) = bias {
+        logits.par_chunks_mut(vocab_size).for_each(|row| row.copy_from_slice(bias));
+    }
     let x = MatmulOperand::contiguous(x, x.len().checked_div(dim).unwrap_or(0), dim)?;
-    multiply(x, MatmulOperand::contiguous(weight, vocab_size, dim)?, logits, false)?;
+    multiply(x, MatmulOperand::contiguous(weight, vocab_size, dim)?, logits, bias.is_some())?;
     if let Some(cap) = softcap {
         logits.par_chunks_mut(rows_per_block(logits.len(), 1)).for_each(|logits| cap_logits(logits, cap));
     }

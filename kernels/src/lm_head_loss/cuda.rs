@@ -1,8 +1,9 @@
 //! The matmuls of a tile with the device's matrix library, and the launches of `cuda/lm_head_loss.cu` in
 //! between.
 
-use super::{Labels, LossSum, Losses, Sizes, all_ignored};
+use super::{Backward, Labels, LossSum, Losses, Projection, ProjectionGradients, Sizes, all_ignored};
 use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, Matmul, MatrixAt, sources::LM_HEAD_LOSS};
+use crate::elementwise::{add_blocks, fill_on};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 
@@ -16,14 +17,15 @@ const ROW_THREADS: u32 = 512;
 pub(super) fn losses(
     launcher: &Launcher,
     sizes: Sizes,
-    [x, weight, lse]: [&Tensor; 3],
+    projection: Projection<'_>,
+    [x, lse]: [&Tensor; 2],
     labels: &Labels,
 ) -> Result<Losses, DeviceError> {
     if sizes.tokens == 0 {
         return Ok(Losses::summed(LossSum::default()));
     }
     let losses = crate::tensor::empty(sizes.tokens, DType::F32, x.device())?;
-    forward(launcher, sizes, [x, weight, lse], Some(&losses), labels)?;
+    forward(launcher, sizes, projection, [x, lse], Some(&losses), labels)?;
     let valid_tokens = match launcher.is_dry() {
         true => sizes.tokens,
         false => labels.iter().filter(|label| **label != super::IGNORED).count(),
@@ -35,13 +37,14 @@ pub(super) fn losses(
 pub(super) fn statistics(
     launcher: &Launcher,
     sizes: Sizes,
-    [x, weight, statistics]: [&Tensor; 3],
+    projection: Projection<'_>,
+    [x, statistics]: [&Tensor; 2],
     labels: &Labels,
 ) -> Result<(), DeviceError> {
     if sizes.tokens == 0 {
         return Ok(());
     }
-    forward(launcher, sizes, [x, weight, statistics], None, labels)
+    forward(launcher, sizes, projection, [x, statistics], None, labels)
 }
 
 /// Writes the logsumexp and the loss of each token. Of a slice there is no tensor for losses: the logits of the labels follow the
@@ -49,22 +52,32 @@ pub(super) fn statistics(
 fn forward(
     launcher: &Launcher,
     sizes: Sizes,
-    [x, weight, lse]: [&Tensor; 3],
+    projection: Projection<'_>,
+    [x, lse]: [&Tensor; 2],
     losses: Option<&Tensor>,
     labels: &Labels,
 ) -> Result<(), DeviceError> {
     let device = x.device();
     let logits = crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
+    let bias = BiasTensors::new(launcher, sizes, projection)?;
     let device_labels = labels.on(device)?;
     if launcher.is_dry() {
         return Ok(());
     }
     let kernel = Kernel::new(&LM_HEAD_LOSS, "lm_head_loss_forward");
-    let run = |[lse, results, logits]: [Address; 3], [x, weight, device_labels]: [Address; 3]| {
+    let outputs: Vec<_> = [lse, &logits].into_iter().chain(losses).collect();
+    let bias = bias.iter().flat_map(BiasTensors::both);
+    let inputs: Vec<_> = [x, projection.weight, &device_labels].into_iter().chain(bias).collect();
+    launcher.open_slices(&outputs, &inputs, |addresses| {
+        let (outputs, inputs) = addresses.split_at(outputs.len());
+        let [lse, logits] = std::array::from_fn(|i| outputs[i]);
+        let results = outputs.get(2).copied().unwrap_or_else(|| lse.offset(sizes.tokens));
+        let ([x, weight, device_labels], bias) =
+            (std::array::from_fn(|i| inputs[i]), BiasAt::in_inputs(&inputs[3..]));
         for tokens in sizes.tiles() {
             if !all_ignored(&labels[tokens.clone()]) {
                 // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::forward` checked.
-                unsafe { logits_of_tile(launcher, sizes, [x, weight, logits], &tokens)? };
+                unsafe { logits_of_tile(launcher, sizes, [x, weight, logits], bias, &tokens)? };
             }
             let args = [
                 lse.offset(tokens.start).into(),
@@ -82,14 +95,7 @@ fn forward(
             unsafe { launcher.launch(&kernel, grid, &args)? };
         }
         Ok(())
-    };
-    let inputs = [x, weight, &device_labels];
-    match losses {
-        Some(losses) => launcher.open([lse, losses, &logits], inputs, run),
-        None => launcher.open([lse, &logits], inputs, |[lse, logits], inputs| {
-            run([lse, lse.offset(sizes.tokens), logits], inputs)
-        }),
-    }
+    })
 }
 
 /// Combines the statistics of all slices.
@@ -121,13 +127,48 @@ pub(super) fn combine(
     Ok(Losses::from_tensor(losses.narrow(0, own.start, own.len())?, own.len() as u64))
 }
 
-/// The tensors of a backward pass, with the names of `lm_head_loss::backward`.
-pub(super) struct Backward<'a> {
-    pub(super) x: &'a Tensor,
-    pub(super) weight: &'a Tensor,
-    pub(super) lse: &'a Tensor,
-    pub(super) dx: &'a Tensor,
-    pub(super) dweight: Option<&'a Tensor>,
+/// A bias is the weight of one more input, which is 1.
+struct BiasTensors<'a> {
+    bias: &'a Tensor,
+    /// A one for each token of a tile.
+    ones: Tensor,
+}
+
+impl<'a> BiasTensors<'a> {
+    fn new(
+        launcher: &Launcher,
+        sizes: Sizes,
+        Projection { weight, bias }: Projection<'a>,
+    ) -> Result<Option<Self>, DeviceError> {
+        let Some(bias) = bias else { return Ok(None) };
+        let ones = crate::tensor::empty(sizes.tile_tokens, weight.dtype(), weight.device())?;
+        fill_on(launcher, &ones, 1.0)?;
+        Ok(Some(Self { bias, ones }))
+    }
+
+    fn both(&self) -> [&Tensor; 2] {
+        [self.bias, &self.ones]
+    }
+}
+
+/// The addresses of [`BiasTensors`].
+#[derive(Clone, Copy)]
+struct BiasAt {
+    bias: Address,
+    ones: Address,
+}
+
+impl BiasAt {
+    /// Those of [`BiasTensors::both`], if there are any.
+    fn in_inputs(inputs: &[Address]) -> Option<Self> {
+        let &[bias, ones] = inputs else { return None };
+        Some(Self { bias, ones })
+    }
+
+    /// A column for the tokens of a tile, with a row for each.
+    fn ones(self, rows: usize) -> MatrixAt {
+        MatrixAt::row_major(self.ones, rows, 1, 1)
+    }
 }
 
 pub(super) fn backward(
@@ -141,24 +182,32 @@ pub(super) fn backward(
     if sizes.tokens == 0 {
         return Ok(());
     }
-    let Backward { x, weight, lse, dx, dweight } = *tensors;
+    let Backward { x, projection, lse, dx, gradients: ProjectionGradients { weight: dweight, bias: dbias } } =
+        *tensors;
     let device = x.device();
-    let logits = crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
+    let rows_of_tile = |dtype| crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), dtype, device);
+    let logits = rows_of_tile(DType::F32)?;
     // f32 gradients overwrite their logits.
-    let narrow = (dtype != DType::F32)
-        .then(|| crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), dtype, device))
-        .transpose()?;
+    let narrow = (dtype != DType::F32).then(|| rows_of_tile(dtype)).transpose()?;
+    let bias = BiasTensors::new(launcher, sizes, projection)?;
+    // Added at the end, since the gradients of weight and bias may be parts of one tensor, which can be opened once.
+    let sums = dbias.map(|_| crate::tensor::empty((1, sizes.vocab_size), DType::F32, device)).transpose()?;
     let device_labels = labels.on(device)?;
     if launcher.is_dry() {
         return Ok(());
     }
-    let outputs: Vec<_> = [dx, &logits].into_iter().chain(dweight).chain(&narrow).collect();
-    launcher.open_slices(&outputs, &[x, weight, lse, &device_labels], |addresses| {
+    sums.as_ref().map_or(Ok(()), |sums| fill_on(launcher, sums, 0.0))?;
+    let outputs: Vec<_> = [dx, &logits].into_iter().chain(dweight).chain(&narrow).chain(&sums).collect();
+    let bias = bias.iter().flat_map(BiasTensors::both);
+    let inputs: Vec<_> = [x, projection.weight, lse, &device_labels].into_iter().chain(bias).collect();
+    launcher.open_slices(&outputs, &inputs, |addresses| {
         let (outputs, inputs) = addresses.split_at(outputs.len());
-        let [dx, logits] = std::array::from_fn(|i| outputs[i]);
-        let dweight = dweight.map(|_| outputs[2]);
-        let gradient = if narrow.is_some() { outputs[outputs.len() - 1] } else { logits };
+        let ([dx, logits], mut others) = (std::array::from_fn(|i| outputs[i]), outputs[2..].iter().copied());
+        let dweight = dweight.and_then(|_| others.next());
+        let gradient = narrow.as_ref().and_then(|_| others.next()).unwrap_or(logits);
+        let dbias = sums.as_ref().and_then(|_| others.next());
         let [x, weight, lse, device_labels] = std::array::from_fn(|i| inputs[i]);
+        let bias = BiasAt::in_inputs(&inputs[4..]);
         for tokens in sizes.tiles() {
             let dx = dx.offset(tokens.start * sizes.dim);
             if all_ignored(&labels[tokens.clone()]) {
@@ -169,38 +218,52 @@ pub(super) fn backward(
             let of_rows = [lse.offset(tokens.start), device_labels.offset(tokens.start)];
             let x_of_tile = x.offset(tokens.start * sizes.dim);
             // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::backward` checked; `logits`
-            // and `gradient` have room for a tile.
+            // and `gradient` have room for a tile, and `dbias` is like the bias.
             unsafe {
-                logits_of_tile(launcher, sizes, [x, weight, logits], &tokens)?;
+                logits_of_tile(launcher, sizes, [x, weight, logits], bias, &tokens)?;
                 gradient_of_tile(launcher, sizes, [gradient, logits], of_rows, tokens.len())?;
                 let factors = [gradient, x_of_tile, weight];
                 gradient_matmuls(launcher, sizes, factors, (dx, dweight), scale, tokens.len())?;
+                if let (Some(bias), Some(dbias)) = (bias, dbias) {
+                    add_bias_gradient(launcher, sizes, gradient, bias.ones(tokens.len()), (dbias, scale))?;
+                }
             }
         }
         Ok(())
-    })
+    })?;
+    match (dbias, &sums) {
+        (Some(dbias), Some(sums)) => add_blocks(launcher, dbias, sums, 0),
+        _ => Ok(()),
+    }
 }
 
 fn row_stride(sizes: Sizes) -> usize {
     sizes.vocab_size.next_multiple_of(ROW_ALIGNMENT)
 }
 
-/// logits = x·weightᵀ for the tile's tokens.
+/// logits = x·weightᵀ, plus the bias if there is one, for the tile's tokens.
 ///
 /// # Safety
-/// `x` and `weight` are tensors of these `sizes`, `logits` has room for the tile.
+/// `x`, `weight` and `bias` are tensors of these `sizes`, `logits` has room for the tile.
 unsafe fn logits_of_tile(
     launcher: &Launcher,
     sizes: Sizes,
     [x, weight, logits]: [Address; 3],
+    bias: Option<BiasAt>,
     tokens: &Range<usize>,
 ) -> Result<(), DeviceError> {
     let Sizes { dim, vocab_size, .. } = sizes;
     let x = MatrixAt::row_major(x.offset(tokens.start * dim), tokens.len(), dim, dim);
     let weight = MatrixAt::row_major(weight, vocab_size, dim, dim);
     let logits = MatrixAt::row_major(logits, tokens.len(), vocab_size, row_stride(sizes));
+    if let Some(bias) = bias {
+        let column = MatrixAt::row_major(bias.bias, vocab_size, 1, 1);
+        // SAFETY: by this function's contract.
+        unsafe { launcher.gemm(&matmul(1.0, bias.ones(tokens.len()), column.transposed(), 0.0, logits))? };
+    }
+    let beta = if bias.is_some() { 1.0 } else { 0.0 };
     // SAFETY: by this function's contract.
-    unsafe { launcher.gemm(&matmul(1.0, x, weight.transposed(), 0.0, logits)) }
+    unsafe { launcher.gemm(&matmul(1.0, x, weight.transposed(), beta, logits)) }
 }
 
 /// gradient = softmax(logits) − one-hot, times the derivative of a soft cap. The matmuls apply the upstream gradient, since in their f32
@@ -256,6 +319,24 @@ unsafe fn gradient_matmuls(
         },
         None => Ok(()),
     }
+}
+
+/// dbias += scale · gradientᵀ·ones.
+///
+/// # Safety
+/// `gradient` has as many rows as `ones`, and `dbias` an element for each class.
+unsafe fn add_bias_gradient(
+    launcher: &Launcher,
+    sizes: Sizes,
+    gradient: Address,
+    ones: MatrixAt,
+    (dbias, scale): (Address, f32),
+) -> Result<(), DeviceError> {
+    let vocab_size = sizes.vocab_size;
+    let gradient = MatrixAt::row_major(gradient, ones.rows, vocab_size, row_stride(sizes));
+    let dbias = MatrixAt::row_major(dbias, vocab_size, 1, 1);
+    // SAFETY: by this function's contract.
+    unsafe { launcher.gemm(&matmul(scale, gradient.transposed(), ones, 1.0, dbias)) }
 }
 
 fn matmul(alpha: f32, a: MatrixAt, b: MatrixAt, beta: f32, c: MatrixAt) -> Matmul {

@@ -1,4 +1,4 @@
-//! The language-model head and its loss in one op: `logits = x·Wᵀ` and
+//! The language-model head and its loss in one op: `logits = x·Wᵀ`, plus a bias if there is one, and
 //! `loss = Σ (logsumexp(logits) − logits[label])`.
 //!
 //! Tokens are processed in tiles, so at most `tile_tokens × vocab` logits exist at any time (the idea of
@@ -14,19 +14,23 @@
 mod cpu;
 mod cuda;
 mod losses;
+mod projection;
 pub mod reference;
 pub mod slice;
 #[cfg(test)]
 mod tests;
 
 pub use losses::Losses;
+pub use projection::{Projection, ProjectionGradients};
 
 use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
+use super::gemm::bf16::Stored;
 use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
 use super::{OpError, TokenTable, Workspace, linear};
 use crate::device::Target;
 use crate::device::dry::{self, DryCpu, MatmulOp};
+use crate::tensor::Element;
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
@@ -92,31 +96,35 @@ impl From<usize> for LogitTiles {
 /// it is allocated from the `workspace`, which must be one of CPU tensors.
 ///
 /// # Shapes
-/// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
+/// `x: [n, d], labels: [n], lse_out: [n]`, and those of the [`Projection`]
 ///
 /// # Errors
 /// A label that is neither [`IGNORED`] nor in 0..vocab, tiles of 0 tokens, shapes, dtypes, devices or
 /// layouts that do not match, or an `lse_out` that shares storage with an input.
-pub fn forward(
+pub fn forward<'a>(
     x: &Tensor,
-    weight: &Tensor,
+    projection: impl Into<Projection<'a>>,
     labels: &Labels,
     tiles: impl Into<LogitTiles>,
     lse_out: &Tensor,
     workspace: &Workspace,
 ) -> Result<Losses, OpError> {
+    let projection = projection.into();
+    let Projection { weight, bias } = projection;
     let call = ArgCheck::new("lm_head_loss::forward");
-    let shape = check(call, x, weight, labels, tiles.into())?;
+    let shape = check(call, x, projection, labels, tiles.into())?;
     call.expect(("lse_out", lse_out), &[shape.tokens])?;
-    let target = call.target(&[("lse_out", lse_out)], &[("x", x), ("weight", weight)])?;
-    call.element_type(&[("x", x), ("weight", weight)], &[("lse_out", lse_out)])?;
+    let inputs = projection.with([("x", x)]);
+    let target = call.target(&[("lse_out", lse_out)], &inputs)?;
+    call.element_type(&inputs, &[("lse_out", lse_out)])?;
     shape.report(false, 1.0);
     match target {
         Target::Cpu => {
+            let bias = bias.map(|bias| call.read(bias)).transpose()?;
             let sum = with_element_type!(x.dtype(), T => with_tile_logits(call, shape, workspace, |logits| {
                 call.write(lse_out, |lse| call.on_cpu([x, weight], [], |operands: [&[T]; 2], []| {
                     let mut loss = LossSum::default();
-                    cpu::forward(shape, operands, labels, lse, logits, |_, lse, logit| {
+                    cpu::forward(shape, operands, bias.as_deref(), labels, lse, logits, |_, lse, logit| {
                         loss.sum += f64::from(lse) - f64::from(logit);
                         loss.valid_tokens += 1;
                     })?;
@@ -126,66 +134,62 @@ pub fn forward(
             Ok(Losses::summed(sum))
         }
         Target::Dry(cpu) => {
-            shape.alloc_dry(cpu, x.dtype(), workspace)?;
+            shape.alloc_dry(cpu, projection, workspace)?;
             Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens: shape.tokens as u64 }))
         }
         Target::Kernels(launcher) => {
-            call.kernels(cuda::losses(&launcher, shape, [x, weight, lse_out], labels))
+            call.kernels(cuda::losses(&launcher, shape, projection, [x, lse_out], labels))
         }
     }
 }
 
-/// Gradients of `scale` · the sum of [`forward`]: dx is overwritten; dweight, if there is one, is added to.
+/// Gradients of `scale` · the sum of [`forward`]: dx is overwritten; those of the projection, if there are any, are added to.
 ///
 /// # Shapes
-/// `x, dx: [n, d], weight, dweight: [vocab, d], labels: [n], lse: [n]`
+/// `x, dx: [n, d], labels: [n], lse: [n]`, and those of the [`Projection`] and its [gradients](ProjectionGradients)
 ///
 /// # Errors
 /// As [`forward`].
 #[expect(clippy::too_many_arguments, reason = "three inputs and what forward left, two outputs")]
-pub fn backward<'a>(
+pub fn backward<'a, 'b>(
     x: &Tensor,
-    weight: &Tensor,
+    projection: impl Into<Projection<'a>>,
     labels: &Labels,
     lse: &Tensor,
     scale: f32,
     dx: &Tensor,
-    dweight: impl Into<Option<&'a Tensor>>,
+    gradients: impl Into<ProjectionGradients<'b>>,
     tiles: impl Into<LogitTiles>,
     workspace: &Workspace,
 ) -> Result<(), OpError> {
-    let dweight = dweight.into();
+    let (projection, gradients) = (projection.into(), gradients.into());
     let call = ArgCheck::new("lm_head_loss::backward");
-    let shape = check(call, x, weight, labels, tiles.into())?;
+    let shape = check(call, x, projection, labels, tiles.into())?;
     call.expect(("lse", lse), &[shape.tokens])?;
     call.expect(("dx", dx), &[shape.tokens, shape.dim])?;
-    let dweight_argument = dweight.map(|dweight| ("dweight", dweight));
-    dweight_argument.map_or(Ok(()), |argument| call.expect(argument, &[shape.vocab_size, shape.dim]))?;
-    let with_dweight = |argument| -> Vec<_> { [argument].into_iter().chain(dweight_argument).collect() };
-    let inputs = [("x", x), ("weight", weight), ("lse", lse)];
-    let target = call.target(&with_dweight(("dx", dx)), &inputs)?;
-    let elements = [("x", x), ("weight", weight), ("dx", dx)];
-    let dtype = call.element_type(&elements, &with_dweight(("lse", lse)))?;
+    let (dweight, dbias) = (gradients.weight_argument(), gradients.bias_argument());
+    dweight.map_or(Ok(()), |argument| call.expect(argument, &[shape.vocab_size, shape.dim]))?;
+    dbias.map_or(Ok(()), |argument| call.expect(argument, &[shape.vocab_size]))?;
+    let outputs: Vec<_> = [("dx", dx)].into_iter().chain(dweight).collect();
+    let target = call.target(&outputs, &projection.with([("x", x), ("lse", lse)]))?;
+    if let Some(dbias) = dbias {
+        // Apart from dweight, which may be part of the same flat gradient.
+        call.target(&[dbias], &projection.with([("x", x), ("lse", lse), ("dx", dx)]))?;
+    }
+    let sums: Vec<_> = [("lse", lse)].into_iter().chain(dweight).chain(dbias).collect();
+    let dtype = call.element_type(&projection.with([("x", x), ("dx", dx)]), &sums)?;
     shape.report(true, 1.0 + f64::from(u8::from(dweight.is_some())));
+    let tensors = Backward { x, projection, lse, dx, gradients };
     match target {
-        Target::Cpu => {
-            let lse = call.read(lse)?;
-            with_element_type!(dtype, T => with_tile_logits(call, shape, workspace, |logits| {
-                call.on_cpu([x, weight], [dx], |[x, weight], [dx]| {
-                    let inputs = cpu::BackwardInputs::<T> { x, weight, labels, lse: &lse, scale };
-                    match dweight {
-                        Some(dweight) => call.write(dweight, |dweight| {
-                            cpu::backward(shape, inputs, dx, Some(dweight), logits)
-                        }),
-                        None => cpu::backward(shape, inputs, dx, None, logits),
-                    }
-                })?
-            }))
-        }
+        Target::Cpu => with_element_type!(dtype, T => {
+            backward_on_cpu::<T>(call, shape, &tensors, (labels, scale), workspace)
+        }),
         Target::Dry(cpu) => {
             let logits = workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?;
             let Sizes { dim, vocab_size, tile_tokens, .. } = shape;
             let f32 = DType::F32;
+            let sums = if dbias.is_some() { vocab_size * size_of::<f64>() } else { 0 };
+            cpu.alloc_temporary(sums + projection.widened_bytes());
             alloc_matmul_scratch(cpu, [dtype, dtype, f32], [tile_tokens, vocab_size, dim]);
             alloc_matmul_scratch(cpu, [f32, dtype, dtype], [tile_tokens, dim, vocab_size]);
             if dweight.is_some() {
@@ -195,9 +199,48 @@ pub fn backward<'a>(
             Ok(())
         }
         Target::Kernels(launcher) => {
-            let tensors = cuda::Backward { x, weight, lse, dx, dweight };
             call.kernels(cuda::backward(&launcher, dtype, shape, &tensors, labels, scale))
         }
+    }
+}
+
+/// The tensors of a backward pass, with the names of [`backward`].
+struct Backward<'a> {
+    x: &'a Tensor,
+    projection: Projection<'a>,
+    lse: &'a Tensor,
+    dx: &'a Tensor,
+    gradients: ProjectionGradients<'a>,
+}
+
+fn backward_on_cpu<T: Stored + Element>(
+    call: ArgCheck,
+    shape: Sizes,
+    &Backward { x, projection: Projection { weight, bias }, lse, dx, gradients }: &Backward<'_>,
+    (labels, scale): (&Labels, f32),
+    workspace: &Workspace,
+) -> Result<(), OpError> {
+    let (lse, bias) = (call.read(lse)?, bias.map(|bias| call.read(bias)).transpose()?);
+    // Added at the end, since the gradients of weight and bias may be parts of one tensor.
+    let mut sums = gradients.bias.map(|_| vec![0.0; shape.vocab_size]);
+    with_tile_logits(call, shape, workspace, |logits| {
+        call.on_cpu([x, weight], [dx], |[x, weight], [dx]| {
+            let bias = bias.as_deref();
+            let inputs = cpu::BackwardInputs::<T> { x, weight, bias, labels, lse: &lse, scale };
+            let sums = sums.as_deref_mut();
+            match gradients.weight {
+                Some(dweight) => call
+                    .write(dweight, |dweight| cpu::backward(shape, inputs, dx, Some(dweight), sums, logits)),
+                None => cpu::backward(shape, inputs, dx, None, sums, logits),
+            }
+        })?
+    })?;
+    match (gradients.bias, sums) {
+        (Some(dbias), Some(sums)) => call.write(dbias, |dbias| {
+            dbias.iter_mut().zip(sums).for_each(|(gradient, sum)| *gradient += sum as f32);
+            Ok(())
+        }),
+        _ => Ok(()),
     }
 }
 
@@ -223,7 +266,7 @@ pub fn validate_labels(labels: &[i64], vocab_size: usize) -> Result<(), OpError>
     check_labels(ArgCheck::new("lm_head_loss::forward"), labels, vocab_size)
 }
 
-/// Computes all logits at once, for evaluation and checks.
+/// Computes all logits at once, without a bias, for evaluation and checks.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], out: [n, vocab]`
@@ -247,8 +290,15 @@ struct Sizes {
 
 impl Sizes {
     /// The memory of a forward pass in a dry run.
-    fn alloc_dry(self, cpu: DryCpu, dtype: DType, workspace: &Workspace) -> Result<(), OpError> {
+    fn alloc_dry(
+        self,
+        cpu: DryCpu,
+        projection: Projection<'_>,
+        workspace: &Workspace,
+    ) -> Result<(), OpError> {
         let Self { dim, vocab_size, tile_tokens, .. } = self;
+        let dtype = projection.weight.dtype();
+        cpu.alloc_temporary(projection.widened_bytes());
         workspace.recycle(workspace.alloc_f32((tile_tokens, vocab_size))?);
         alloc_matmul_scratch(cpu, [dtype, dtype, DType::F32], [tile_tokens, vocab_size, dim]);
         Ok(())
@@ -275,13 +325,12 @@ fn all_ignored(labels: &[i64]) -> bool {
 fn check(
     call: ArgCheck,
     x: &Tensor,
-    weight: &Tensor,
+    projection: Projection<'_>,
     labels: &Labels,
     LogitTiles { tokens: tile_tokens, softcap, is_slice }: LogitTiles,
 ) -> Result<Sizes, OpError> {
     let (tokens, dim) = call.rows(("x", x))?;
-    let (vocab_size, _) = call.rows(("weight", weight))?;
-    call.expect(("weight", weight), &[vocab_size, dim])?;
+    let vocab_size = projection.check(call, dim)?;
     call.expect_tokens("labels", labels.len(), tokens)?;
     call.expect_value("tile_tokens", tile_tokens as f64, tile_tokens > 0, "at least 1")?;
     match is_slice {

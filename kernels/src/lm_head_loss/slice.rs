@@ -5,8 +5,8 @@
 //! of the label, −∞ in the slices that do not have it.
 
 use super::{
-    ArgCheck, ELSEWHERE, Labels, LogitTiles, LossSum, Losses, OpError, Workspace, check, check_labels_or,
-    cpu, cuda, with_element_type, with_tile_logits,
+    ArgCheck, ELSEWHERE, Labels, LogitTiles, LossSum, Losses, OpError, Projection, Workspace, check,
+    check_labels_or, cpu, cuda, with_element_type, with_tile_logits,
 };
 use crate::device::Target;
 use candle_core::Tensor;
@@ -24,34 +24,42 @@ pub fn labels(labels: &[i64], classes: &Range<usize>) -> Labels {
 /// Computes the statistics of a slice: the logsumexp of each token, then the logit of each token's label.
 ///
 /// # Shapes
-/// `x: [n, d], weight: [classes, d], labels: [n], statistics: [2, n]`
+/// `x: [n, d], labels: [n], statistics: [2, n]`, and those of the [`Projection`] to the classes of the slice
 ///
 /// # Errors
 /// As [`forward`](super::forward); valid labels are [`ELSEWHERE`] and those of the slice.
-pub fn forward(
+pub fn forward<'a>(
     x: &Tensor,
-    weight: &Tensor,
+    projection: impl Into<Projection<'a>>,
     labels: &Labels,
     tiles: impl Into<LogitTiles>,
     statistics: &Tensor,
     workspace: &Workspace,
 ) -> Result<(), OpError> {
+    let projection = projection.into();
+    let Projection { weight, bias } = projection;
     let call = ArgCheck::new("lm_head_loss::slice::forward");
-    let shape = check(call, x, weight, labels, LogitTiles { is_slice: true, ..tiles.into() })?;
+    let shape = check(call, x, projection, labels, LogitTiles { is_slice: true, ..tiles.into() })?;
     call.expect(("statistics", statistics), &[2, shape.tokens])?;
-    let target = call.target(&[("statistics", statistics)], &[("x", x), ("weight", weight)])?;
-    let dtype = call.element_type(&[("x", x), ("weight", weight)], &[("statistics", statistics)])?;
+    let inputs = projection.with([("x", x)]);
+    let target = call.target(&[("statistics", statistics)], &inputs)?;
+    let dtype = call.element_type(&inputs, &[("statistics", statistics)])?;
     shape.report(false, 1.0);
     match target {
-        Target::Cpu => with_element_type!(dtype, T => with_tile_logits(call, shape, workspace, |logits| {
-            call.write(statistics, |statistics| call.on_cpu([x, weight], [], |operands: [&[T]; 2], []| {
-                let (lse, of_labels) = statistics.split_at_mut(shape.tokens);
-                cpu::forward(shape, operands, labels, lse, logits, |token, _, logit| of_labels[token] = logit)
-            })?)
-        })),
-        Target::Dry(cpu) => shape.alloc_dry(cpu, dtype, workspace),
+        Target::Cpu => {
+            let bias = bias.map(|bias| call.read(bias)).transpose()?;
+            with_element_type!(dtype, T => with_tile_logits(call, shape, workspace, |logits| {
+                call.write(statistics, |statistics| call.on_cpu([x, weight], [], |operands: [&[T]; 2], []| {
+                    let (lse, of_labels) = statistics.split_at_mut(shape.tokens);
+                    cpu::forward(shape, operands, bias.as_deref(), labels, lse, logits, |token, _, logit| {
+                        of_labels[token] = logit;
+                    })
+                })?)
+            }))
+        }
+        Target::Dry(cpu) => shape.alloc_dry(cpu, projection, workspace),
         Target::Kernels(launcher) => {
-            call.kernels(cuda::statistics(&launcher, shape, [x, weight, statistics], labels))
+            call.kernels(cuda::statistics(&launcher, shape, projection, [x, statistics], labels))
         }
     }
 }

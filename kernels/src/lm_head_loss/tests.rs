@@ -1,3 +1,4 @@
+mod biases;
 mod slices;
 
 use super::*;

@@ -53,6 +53,15 @@ fn what_gpt_and_its_relatives_do_not_compute_here_is_refused() {
         ("gpt_neox", "hidden_act", json!("gelu_fast")),
         ("gpt_neox", "rope_theta", json!(1e6)),
         ("gpt_neox", "num_attention_heads", json!(7)),
+        ("gptj", "activation_function", json!("gelu")),
+        ("gptj", "n_head", json!(5)),
+        ("gptj", "rotary_dim", json!(null)),
+        ("gptj", "rotary_dim", json!(0)),
+        ("gptj", "rotary_dim", json!(3)),
+        ("gptj", "rotary_dim", json!(10)),
+        ("gptj", "rope_scaling", json!({ "rope_type": "linear", "factor": 2.0 })),
+        ("phi", "hidden_act", json!("gelu")),
+        ("phi", "num_attention_heads", json!(5)),
         ("starcoder2", "hidden_act", json!("gelu")),
         ("nemotron", "hidden_act", json!("silu")),
         ("stablelm", "use_parallel_residual", json!(true)),
@@ -62,5 +71,9 @@ fn what_gpt_and_its_relatives_do_not_compute_here_is_refused() {
     for (family, key, value) in cases {
         assert_refused(&changed(family, key, Some(value)), key);
     }
+    assert_eq!(
+        read(&changed("phi", "partial_rotary_factor", None)).unwrap().rope().unwrap().partial_rotary_factor,
+        0.5
+    );
     assert!(read(&changed("starcoder2", "use_bias", None)).unwrap().mlp_bias, "by default");
 }

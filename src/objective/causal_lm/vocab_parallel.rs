@@ -11,14 +11,14 @@ use crate::objective::{Losses, Objective};
 use candle_core::Tensor;
 use std::sync::Arc;
 use ulysses_kernels::lm_head_loss::{self, LogitTiles, slice};
-use ulysses_kernels::{Workspace, elementwise, linear};
+use ulysses_kernels::{Workspace, elementwise};
 
 /// A [`CausalLm`] with the classes of one rank of tp, for the tokens of all of them.
 ///
 /// Tile by tile, the normalized hidden states of labeled tokens are gathered and their statistics exchanged (two numbers per token and
 /// rank), and in the backward pass the gradients of the hidden states are summed and scattered.
 pub(super) struct VocabParallelLm {
-    /// The head, of which the projection has this rank's rows.
+    /// The head, of which the projection and its bias have this rank's rows.
     head: CausalLm,
     slice: VocabSlice,
 }
@@ -47,6 +47,9 @@ impl VocabParallelLm {
     pub(super) fn new(mut head: CausalLm, tp: TensorRank) -> Option<Self> {
         let vocab_size = head.vocab_size();
         let classes = head.parameters[1].divide_vocabulary(ParallelStyle::Colwise, tp)?;
+        if let Some(bias) = head.parameters.get_mut(2 + usize::from(head.norm.bias)) {
+            bias.divide_vocabulary(ParallelStyle::Colwise, tp)?;
+        }
         Some(Self { head, slice: VocabSlice { vocab_size, classes, tp } })
     }
 
@@ -118,7 +121,7 @@ impl VocabParallelLm {
             let (gathered, _) = self.gather((chunk, tile), &rows, &head, &buffers, ctx)?;
             let tokens = tile.tokens.len();
             let statistics = of_slice.narrow(0, 0, 2 * tokens)?.reshape((2, tokens))?;
-            slice::forward(&gathered, head.projection, &tile.labels, logit_tiles, &statistics, ws)?;
+            slice::forward(&gathered, head.projection(), &tile.labels, logit_tiles, &statistics, ws)?;
             let all = of_all.narrow(0, 0, ranks * 2 * tokens)?.reshape((ranks, 2 * tokens))?;
             self.exchange(ctx)?.all_gather_rows(
                 &statistics.reshape((1, 2 * tokens))?,
@@ -187,12 +190,12 @@ impl Objective for VocabParallelLm {
             let dgathered = dall.narrow(0, 0, tile.tokens.len())?;
             lm_head_loss::backward(
                 &gathered,
-                head.projection,
+                head.projection(),
                 &tile.labels,
                 &lse,
                 scale,
                 &dgathered,
-                gradients.projection.as_ref(),
+                gradients.projection(),
                 self.logit_tiles(&tiles),
                 ws,
             )?;
@@ -235,10 +238,7 @@ impl Objective for VocabParallelLm {
         let all = exchange.all_gather(&normed, ctx.seq_len_of_tp_ranks())?;
         let shape = (batch, ctx.seq_len_of_tp_ranks(), self.slice.classes.len());
         let of_slice = Tensor::zeros(shape, x.dtype(), x.device())?;
-        linear::forward(&all, head.projection, &of_slice, false)?;
-        if let Some(cap) = self.head.softcap {
-            elementwise::softcap(&of_slice, cap)?;
-        }
+        self.head.project(&all, &head, &of_slice, ws)?;
         [normed, rstd, all].into_iter().for_each(|tensor| ws.recycle(tensor));
         exchange.features_to_tokens(&of_slice, self.slice.vocab_size)
     }

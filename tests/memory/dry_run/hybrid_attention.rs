@@ -1,4 +1,5 @@
-//! Models with linear attention and attention with a gate, with Mamba 2, with layers of one branch, and with short convolutions.
+//! Models with linear attention and attention with a gate, with Mamba 2, with layers of one branch, with short convolutions, and with a
+//! bias in the head.
 
 use super::{Case, case};
 use serde_json::{Value, json};
@@ -59,8 +60,17 @@ fn convolutions() -> ModelConfig {
     ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
 }
 
-/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Mamba 2. Layers of one branch. Convolutions. States and tokens
-/// that are passed on.
+/// Attention and MLP side by side, and a bias in the head.
+fn head_bias(tie_word_embeddings: bool) -> ModelConfig {
+    let model = shape("phi-2").unwrap().with_num_layers(2).with_attention(|layer| {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (8, 8, 8);
+    });
+    let model = model.with_rope(|rope| rope.partial_rotary_factor = 0.5);
+    ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, tie_word_embeddings, ..model }
+}
+
+/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Mamba 2. Layers of one branch. Convolutions. States and
+/// tokens that are passed on. A bias in the head.
 pub(super) fn cases() -> Vec<Case> {
     let ulysses = |ulysses: Value| json!({ "zero_optimization": { "stage": 2 }, "ulysses": ulysses });
     let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
@@ -101,5 +111,21 @@ pub(super) fn cases() -> Vec<Case> {
         case("linear attention, pp 2, tp 3, states passed", hybrid(), (1, 2), 24, passed_with_tp),
         case("Mamba 2, 1 x 4, states passed", mamba(), (1, 4), 25, ulysses(passed(true))),
         case("convolutions, 2 x 3, tokens passed", convolutions(), (2, 3), 23, ulysses(passed(false))),
+        case("a head with a bias, 2 x 3", head_bias(false), (2, 3), 23, ulysses(json!({}))),
+        case(
+            "a tied head with a bias, tiles",
+            head_bias(true),
+            (2, 2),
+            24,
+            ulysses(json!({ "loss_tile_tokens": 5 })),
+        ),
+        case("a head with a bias, pp 2, a ring of 2, tp 2", head_bias(false), (1, 2), 24, with_tp(2)),
+        case(
+            "a head with a bias in bf16",
+            head_bias(false),
+            (1, 2),
+            24,
+            json!({ "bf16": { "enabled": true } }),
+        ),
     ]
 }

@@ -29,6 +29,8 @@ pub enum Family {
     Ernie,
     Gpt2,
     GptNeoX,
+    GptJ,
+    Phi,
     StarCoder2,
     Nemotron,
     StableLm,
@@ -110,14 +112,25 @@ impl Family {
         matches!(self, Self::Cohere | Self::Cohere2)
     }
 
+    /// Whether attention and MLP are side by side, behind one norm.
+    pub fn shares_norm(self) -> bool {
+        self.is_cohere() || matches!(self, Self::GptJ | Self::Phi)
+    }
+
+    /// Whether the head has a bias.
+    pub fn has_head_bias(self) -> bool {
+        matches!(self, Self::GptJ | Self::Phi)
+    }
+
     /// Whether neighboring elements rotate as a pair.
     pub fn is_interleaved(self) -> bool {
-        self.is_glm() || self.is_cohere() || self == Self::Ernie
+        self.is_glm() || self.is_cohere() || matches!(self, Self::Ernie | Self::GptJ)
     }
 
     /// Whether norms have biases.
     pub fn has_norm_bias(self) -> bool {
-        matches!(self, Self::Gpt2 | Self::GptNeoX | Self::StarCoder2 | Self::Nemotron | Self::StableLm)
+        let of_gpt = matches!(self, Self::Gpt2 | Self::GptNeoX | Self::GptJ | Self::StarCoder2);
+        of_gpt || matches!(self, Self::Phi | Self::Nemotron | Self::StableLm)
     }
 
     /// Whether norms subtract the mean.
@@ -172,6 +185,19 @@ impl Family {
                 plain_mlp: Some(["mlp.c_fc", "mlp.c_proj"]),
                 ..llama
             },
+            Self::GptJ => BlockNames {
+                layers: "transformer.h",
+                attention: "attn",
+                o: "attn.out_proj",
+                plain_mlp: Some(["mlp.fc_in", "mlp.fc_out"]),
+                ..llama
+            },
+            Self::Phi => BlockNames {
+                o: "self_attn.dense",
+                qk_norms: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
+                plain_mlp: Some(["mlp.fc1", "mlp.fc2"]),
+                ..llama
+            },
             Self::GptNeoX => BlockNames {
                 layers: "gpt_neox.layers",
                 qkv: Some("attention.query_key_value"),
@@ -185,7 +211,8 @@ impl Family {
 
     pub fn outer_names(self) -> OuterNames {
         let (embedding, norm, head) = match self {
-            Self::Gpt2 => ("transformer.wte", "transformer.ln_f", "lm_head"),
+            Self::Gpt2 | Self::GptJ => ("transformer.wte", "transformer.ln_f", "lm_head"),
+            Self::Phi => ("model.embed_tokens", "model.final_layernorm", "lm_head"),
             Self::GptNeoX => ("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"),
             Self::Lfm2 => ("model.embed_tokens", "model.embedding_norm", "lm_head"),
             Self::NemotronH => ("backbone.embeddings", "backbone.norm_f", "lm_head"),
@@ -238,7 +265,8 @@ impl Family {
                 [input, Some("post_self_attn_layernorm"), post_attention, Some("post_mlp_layernorm")]
             }
             Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => [None, post_attention, None, post_feedforward],
-            Self::Cohere | Self::Cohere2 => [input, None, None, None],
+            Self::Cohere | Self::Cohere2 | Self::Phi => [input, None, None, None],
+            Self::GptJ => [Some("ln_1"), None, None, None],
             Self::Gpt2 => [Some("ln_1"), None, Some("ln_2"), None],
             Self::Lfm2 => [Some("operator_norm"), None, Some("ffn_norm"), None],
             Self::NemotronH => [Some("norm"), None, None, None],
@@ -310,7 +338,7 @@ impl ReferenceConfig {
 
     /// Whether the projections of MLPs have biases.
     pub fn mlp_bias(&self) -> bool {
-        self.all_biases() || self.family == Family::NemotronH && self.qkv_bias
+        self.all_biases() || self.family == Family::GptJ || self.family == Family::NemotronH && self.qkv_bias
     }
 
     /// Groups of B and C of Mamba 2: two in models with biases.
@@ -342,7 +370,7 @@ impl ReferenceConfig {
     /// Whether the projections of attention's output and of the MLP have biases.
     pub fn all_biases(&self) -> bool {
         match self.family {
-            Family::Gpt2 | Family::GptNeoX | Family::StarCoder2 => true,
+            Family::Gpt2 | Family::GptNeoX | Family::Phi | Family::StarCoder2 => true,
             Family::Ernie | Family::Nemotron => self.qkv_bias,
             _ => false,
         }

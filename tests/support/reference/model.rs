@@ -155,7 +155,7 @@ pub fn row_logits(
         x = (x + (output * residual_factor)?)?;
 
         let h = match family {
-            family if family.is_cohere() => h,
+            family if family.shares_norm() => h,
             Family::GptNeoX => maybe_norm(before, before_mlp)?,
             _ => maybe_norm(x.clone(), before_mlp)?,
         };
@@ -180,7 +180,11 @@ pub fn row_logits(
     }
     let h = norm(&x, names.norm)?;
     let head = if config.tie_word_embeddings { embedding } else { get(&format!("{}.weight", names.head))? };
-    capped((linear(&h, head)? * logits_factor)?, final_cap)
+    let mut logits = (linear(&h, head)? * logits_factor)?;
+    if family.has_head_bias() {
+        logits = logits.broadcast_add(get(&format!("{}.bias", names.head))?)?;
+    }
+    capped(logits, final_cap)
 }
 
 /// `cap · tanh(x / cap)`
@@ -209,7 +213,7 @@ fn columns(config: &ReferenceConfig, qkv: &Tensor, letter: &str) -> Result<Tenso
 /// The activation of an MLP.
 fn activation(family: Family, x: &Tensor) -> Result<Tensor> {
     match family {
-        Family::Gpt2 | Family::StarCoder2 => gelu_tanh(x),
+        Family::Gpt2 | Family::GptJ | Family::Phi | Family::StarCoder2 => gelu_tanh(x),
         family if family.is_gemma() => gelu_tanh(x),
         // x · Φ(x)
         Family::GptNeoX => Ok((x * ((x / 2f64.sqrt())?.erf()? + 1.0)?)?.affine(0.5, 0.0)?),

@@ -143,6 +143,12 @@ impl ReferenceConfig {
             };
             if self.family.has_norm_bias() {
                 self.family.norms().into_iter().flatten().for_each(|norm| add_bias(norm, hidden));
+                let of_heads = own.qk_norm_sizes().filter(|_| self.has_attention(layer));
+                of_heads
+                    .into_iter()
+                    .flatten()
+                    .zip(block.qk_norms)
+                    .for_each(|(size, norm)| add_bias(norm, size));
             }
             match block.qkv.filter(|_| self.all_biases()) {
                 Some(qkv) => add_bias(qkv, q_size + 2 * kv_size),
@@ -228,6 +234,9 @@ impl ReferenceConfig {
         shapes.insert(format!("{}.weight", outer.norm), vec![hidden]);
         if self.family.has_norm_bias() {
             shapes.insert(format!("{}.bias", outer.norm), vec![hidden]);
+        }
+        if self.family.has_head_bias() {
+            shapes.insert(format!("{}.bias", outer.head), vec![self.vocab_size]);
         }
         if !self.tie_word_embeddings {
             shapes.insert(format!("{}.weight", outer.head), vec![self.vocab_size, hidden]);

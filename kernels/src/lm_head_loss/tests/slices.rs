@@ -1,5 +1,6 @@
 //! Slices of the vocabulary against the whole one.
 
+use super::biases::{divided, extended};
 use super::*;
 use std::ops::Range;
 
@@ -23,17 +24,26 @@ fn slices_have_the_losses_and_gradients_of_the_whole_vocabulary_on_every_target(
         for softcap in [None, Some(3.0f32)] {
             let (n, d) = (13, 20);
             let Case { x, weight, .. } = Case::new([n, d, CLASSES]);
-            let (x64, weight64, cap64) = (to_f64(&x), to_f64(&weight), softcap.map(f64::from));
-            let (expected, expected_lse) = reference::forward_capped(&x64, &weight64, &labeled(n), d, cap64);
-            let (dx64, dweight64) = reference::backward_capped(&x64, &weight64, &labeled(n), 0.25, d, cap64);
+            let bias = random(7, CLASSES);
+            let (bias64, cap64) = (to_f64(&bias), softcap.map(f64::from));
+            let (x64, weight64) =
+                (extended(&to_f64(&x), d, |_| 1.0), extended(&to_f64(&weight), d, |class| bias64[class]));
+            let (expected, expected_lse) =
+                reference::forward_capped(&x64, &weight64, &labeled(n), d + 1, cap64);
+            let (dx64, dweight64) =
+                reference::backward_capped(&x64, &weight64, &labeled(n), 0.25, d + 1, cap64);
+            let ((dx64, _), (dweight64, dbias64)) = (divided(&dx64, d), divided(&dweight64, d));
 
             let (x, weight) = (tensor(&x, &[n, d]), tensor(&weight, &[CLASSES, d]));
+            let bias = tensor(&bias, &[CLASSES]);
             let (all, ws) = (output(&[SLICES.len(), 2, n]), Workspace::new());
             let tiles = LogitTiles { tokens: 4, softcap, is_slice: true };
             for (index, classes) in SLICES.iter().enumerate() {
                 let labels = slice::labels(&labeled(n), classes);
                 let statistics = narrowed(&all, &(index..index + 1)).reshape((2, n)).unwrap();
-                slice::forward(&x, &narrowed(&weight, classes), &labels, tiles, &statistics, &ws).unwrap();
+                let (weight, bias) = (narrowed(&weight, classes), narrowed(&bias, classes));
+                let projection = Projection { weight: &weight, bias: Some(&bias) };
+                slice::forward(&x, projection, &labels, tiles, &statistics, &ws).unwrap();
             }
             let lse = output(&[n]);
             let loss = slice::combine(&all, &lse, 0..n).unwrap().sum().unwrap();
@@ -46,15 +56,20 @@ fn slices_have_the_losses_and_gradients_of_the_whole_vocabulary_on_every_target(
             assert!((sum / loss.sum - 1.0).abs() < 1e-12, "{target}: {sum} {}", loss.sum);
 
             let (mut dx_sum, dweight) = (vec![0.0; n * d], tensor(&vec![0.0; CLASSES * d], &[CLASSES, d]));
+            let dbias = tensor(&vec![0.0; CLASSES], &[CLASSES]);
             for classes in SLICES {
                 let labels = slice::labels(&labeled(n), &classes);
-                let (weight, dweight) = (narrowed(&weight, &classes), narrowed(&dweight, &classes));
+                let [weight, dweight, bias, dbias] =
+                    [&weight, &dweight, &bias, &dbias].map(|tensor| narrowed(tensor, &classes));
+                let projection = Projection { weight: &weight, bias: Some(&bias) };
+                let gradients = ProjectionGradients { weight: Some(&dweight), bias: Some(&dbias) };
                 let dx = output(&[n, d]);
-                backward(&x, &weight, &labels, &lse, 0.25, &dx, &dweight, tiles, &ws).unwrap();
+                backward(&x, projection, &labels, &lse, 0.25, &dx, gradients, tiles, &ws).unwrap();
                 dx_sum.iter_mut().zip(read(&dx)).for_each(|(sum, dx)| *sum += dx);
             }
             assert_close(&format!("dx {target}"), &dx_sum, &dx64, 5e-6);
             assert_close(&format!("dweight {target}"), &read(&dweight), &dweight64, 5e-6);
+            assert_close(&format!("dbias {target}"), &read(&dbias), &dbias64, 5e-6);
         }
     });
 }

@@ -1,14 +1,14 @@
 //! Phi-3 and Phi-4: Llama with the projections of queries, keys and values in one parameter,
 //! and gate and up projection. Longer versions have `longrope`, and Phi-4 mini rotates three quarters of each head.
 
-use super::{
+use crate::families::{
     DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
 };
 use crate::nn::{AttentionConfig, AttentionProjections, MlpProjections};
 use serde_json::{Value, json};
 use ulysses_kernels::rope::Scaling;
 
-pub(super) static PHI3: Family = Family {
+pub(in crate::families) static PHI3: Family = Family {
     model_type: "phi3",
     class: "Phi3ForCausalLM",
     names: ModelNames::LLAMA,
