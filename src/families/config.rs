@@ -350,7 +350,7 @@ impl ModelConfig {
     /// Checks the constraints of the layers; errors call the description `origin`.
     ///
     /// # Errors
-    /// Sizes that are zero or unrealistically large, an odd `head_dim`, KV heads that do not divide the query
+    /// Sizes that are zero or unrealistically large, an odd `head_dim` of heads that rotate, KV heads that do not divide the query
     /// heads, or layers that the family does not have.
     pub fn validate(&self, origin: &str) -> Result<(), ModelError> {
         // No model comes near these limits; within them no element count overflows.
@@ -401,10 +401,10 @@ fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), Mode
             ("head_dim", head_dim, 1 << 12),
         ],
     )?;
-    if !head_dim.is_multiple_of(2) {
-        return error("head_dim", head_dim.to_string(), "rotary embedding needs an even one".into());
-    }
     if let Some(rope) = rope {
+        if !head_dim.is_multiple_of(2) {
+            return error("head_dim", head_dim.to_string(), "rotary embedding needs an even one".into());
+        }
         check_number(origin, "rope_theta", rope.theta, 1.0)?;
         if let Some((argument, value, expected)) = rope.refused(head_dim) {
             return error("rope_scaling", format!("{argument} {value}"), format!("it must be {expected}"));

@@ -78,7 +78,7 @@ fn read(file: &HfConfig<'_>, family: &'static Family) -> Result<ModelConfig, Mod
         _ => return Err(file.error("logit_scale", "it must be positive")),
     };
     let config = ModelConfig {
-        rms_norm_eps: file.number("layer_norm_eps", 1e-5)?,
+        rms_norm_eps: file.eps("layer_norm_eps", 1e-5)?,
         centered_norms: true,
         multipliers: Multipliers { logits, ..Multipliers::default() },
         ..file.decoder(family, layer, 1e-5)?

@@ -76,7 +76,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     let sizes = [hidden_size, file.num_layers("n_layer")?, num_heads, num_heads, intermediate_size];
     let config = ModelConfig {
         vocab_size: file.size("vocab_size")?,
-        rms_norm_eps: file.number("layer_norm_epsilon", 1e-5)?,
+        rms_norm_eps: file.eps("layer_norm_epsilon", 1e-5)?,
         learned_positions: Some(file.size("n_positions")?),
         initializer_range: file.number("initializer_range", 0.02)?,
         tie_word_embeddings: file.flag("tie_word_embeddings")?,

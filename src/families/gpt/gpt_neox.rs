@@ -71,7 +71,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     let config = published(sizes, file.size("vocab_size")?)
         .with_attention(|layer| (layer.rope, layer.qkv_bias, layer.o_bias) = (Some(rope), bias, bias));
     Ok(ModelConfig {
-        rms_norm_eps: file.number("layer_norm_eps", 1e-5)?,
+        rms_norm_eps: file.eps("layer_norm_eps", 1e-5)?,
         initializer_range: file.number("initializer_range", 0.02)?,
         tie_word_embeddings: file.flag("tie_word_embeddings")?,
         ..config

@@ -57,7 +57,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     let window = file.optional_size("sliding_window")?;
     let layer = AttentionConfig { window, qkv_bias: bias, o_bias: bias, ..file.attention()? };
     let config = ModelConfig {
-        rms_norm_eps: file.number("norm_epsilon", 1e-5)?,
+        rms_norm_eps: file.eps("norm_epsilon", 1e-5)?,
         initializer_range: file.number("initializer_range", 0.018_042)?,
         ..with_layer_norm(file.decoder(&STARCODER2, layer, 1e-5)?)
     };

@@ -97,7 +97,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     let [first, second] = ["tie_word_embeddings", "tie_embedding"].map(|key| (file.has(key), file.flag(key)));
     Ok(ModelConfig {
         vocab_size,
-        rms_norm_eps: file.number("norm_eps", 1e-5)?,
+        rms_norm_eps: file.eps("norm_eps", 1e-5)?,
         initializer_range: file.number("initializer_range", 0.02)?,
         // The second name counts if both are there.
         tie_word_embeddings: match (first, second) {

@@ -50,7 +50,8 @@ const HYBRID: DecoderParts = DecoderParts {
 };
 
 const PATTERN: &str = "hybrid_override_pattern";
-const TYPES: &str = "layers_block_type";
+/// transformers writes the second one; of two, it reads the first.
+const TYPES: [&str; 2] = ["layer_types", "layers_block_type"];
 const EPS: &str = "layer_norm_epsilon";
 
 /// A kind of layers, by its letter and by its names.
@@ -114,7 +115,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     file.require_kv_heads()?;
     let layer = file.heads_with_head_dim(128)?;
     check_same(file, "attention_head_dim", layer.head_dim as f64)?;
-    let eps = file.number(EPS, 1e-5)?;
+    let eps = file.eps(EPS, 1e-5)?;
     ["norm_eps", "rms_norm_eps"].into_iter().try_for_each(|key| check_same(file, key, eps))?;
     let kinds = kinds(file)?;
     let [hidden_size, intermediate_size] = [file.size("hidden_size")?, file.size("intermediate_size")?];
@@ -128,14 +129,17 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     })
 }
 
-/// The letters of the layers, by the names in `layers_block_type` or else by the letters in `hybrid_override_pattern`.
+/// The letters of the layers, by the names in a list or else by the letters in `hybrid_override_pattern`.
 fn kinds(file: &HfConfig<'_>) -> Result<Vec<char>, ModelError> {
     let pattern = file.get(PATTERN).and_then(Value::as_str).map(|pattern| pattern.chars().collect());
     let named = |name: &Value| KINDS.iter().find(|(_, names)| names.iter().any(|known| known == name));
     let letter = |name: &Value| named(name).map_or('?', |(letter, _)| *letter);
-    let types = file.get(TYPES).and_then(Value::as_array).map(|types| types.iter().map(letter).collect());
-    let key = if file.get(TYPES).is_some() { TYPES } else { PATTERN };
-    let layers: Vec<char> = if key == TYPES { types } else { pattern }.unwrap_or_default();
+    let lists = TYPES.map(|key| file.get(key).map(|types| (key, types)));
+    let (key, layers): (_, Option<Vec<char>>) = match lists.into_iter().flatten().next() {
+        Some((key, types)) => (key, types.as_array().map(|types| types.iter().map(letter).collect())),
+        None => (PATTERN, pattern),
+    };
+    let layers = layers.unwrap_or_default();
     if layers.contains(&'E') {
         return Err(file.error(key, "this version has no experts: no layer may be one of them"));
     }

@@ -35,7 +35,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     let config = file.decoder(&NEMOTRON, layer, 1e-5)?;
     file.check_full_attention(&config)?;
     Ok(ModelConfig {
-        rms_norm_eps: file.number("norm_eps", 1e-5)?,
+        rms_norm_eps: file.eps("norm_eps", 1e-5)?,
         norm_offset: 1.0,
         centered_norms: true,
         norm_bias: true,

@@ -43,7 +43,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     let layer = AttentionConfig { rope, qkv_bias: file.flag("use_qkv_bias")?, ..heads };
     let config = file.decoder(&STABLELM, layer, 1e-5)?;
     file.check_full_attention(&config)?;
-    let rms_norm_eps = file.number("layer_norm_eps", 1e-5)?;
+    let rms_norm_eps = file.eps("layer_norm_eps", 1e-5)?;
     Ok(ModelConfig { rms_norm_eps, centered_norms: true, norm_bias: true, ..config })
 }
 

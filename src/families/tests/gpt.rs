@@ -71,6 +71,20 @@ fn what_gpt_and_its_relatives_do_not_compute_here_is_refused() {
     for (family, key, value) in cases {
         assert_refused(&changed(family, key, Some(value)), key);
     }
+    for (family, key) in [
+        ("gpt2", "layer_norm_epsilon"),
+        ("gptj", "layer_norm_epsilon"),
+        ("gpt_neox", "layer_norm_eps"),
+        ("starcoder2", "norm_epsilon"),
+        ("nemotron", "norm_eps"),
+        ("stablelm", "layer_norm_eps"),
+        ("phi", "layer_norm_eps"),
+        ("cohere", "layer_norm_eps"),
+        ("lfm2", "norm_eps"),
+        ("llama", "rms_norm_eps"),
+    ] {
+        assert_refused(&changed(family, key, Some(json!(-1e-5))), key);
+    }
     assert_eq!(
         read(&changed("phi", "partial_rotary_factor", None)).unwrap().rope().unwrap().partial_rotary_factor,
         0.5

@@ -66,6 +66,9 @@ fn the_published_file_is_the_known_model() {
             json.as_object_mut().unwrap().shift_remove(key);
         }
         assert_eq!(read(&json).unwrap(), expected);
+        // A second name, which counts if both are there.
+        json["layer_types"] = std::mem::replace(&mut json["layers_block_type"], json!(["mlp", "attention"]));
+        assert_eq!(read(&json).unwrap(), expected);
     }
     let names = |index| {
         let layer = (expected.family.block)(&expected, index);
@@ -77,6 +80,14 @@ fn the_published_file_is_the_known_model() {
     assert_eq!(names(0), format!("mixer.{mamba} norm"));
     assert_eq!(names(1), "mixer.up_proj mixer.down_proj norm");
     assert_eq!(names(7), "mixer.q_proj mixer.k_proj mixer.v_proj mixer.o_proj norm");
+}
+
+#[test]
+fn heads_that_do_not_rotate_may_have_an_odd_size() {
+    let mut json = published();
+    (json["head_dim"], json["attention_head_dim"]) = (json!(127), json!(127));
+    assert_eq!(read(&json).unwrap().attention().head_dim, 127);
+    assert_refused(&changed("llama", "head_dim", Some(json!(7))), "head_dim");
 }
 
 /// In strings it is a word as any other.
@@ -98,6 +109,9 @@ fn what_is_not_a_dense_hybrid_of_nemotron_is_refused() {
         ("layers_block_type", json!(["mamba", "moe", "attention"])),
         ("layers_block_type", json!(["mamba", "conv", "attention"])),
         ("layers_block_type", json!("M-*")),
+        ("layer_types", json!(["mamba", "moe", "attention"])),
+        ("layer_types", json!(["mlp"])),
+        ("layer_norm_epsilon", json!(-1e-5)),
         ("num_hidden_layers", json!(51)),
         ("attention_bias", json!(true)),
         ("attention_head_dim", json!(64)),
