@@ -183,7 +183,10 @@ fn imported(python: &Python, family: &str, meshes: &[&str]) {
     place.run(&["train", "c.json", "--mesh", meshes[meshes.len() - 1]]).assert_done();
     place.run(&["checkpoint", "export", "out", "--output", "hf"]).assert_done();
     let made = meshes.iter().map(|mesh| ("made", *mesh));
-    // One gradient of linear attention was 8 times as far from f64 once, for a reason that is not known.
+    // Chance: models with Gated DeltaNet amplify rounding, and noise of 2^-24 in the f64 model alone moves the largest error of its
+    // gradients by up to 15 times from draw to draw. Of 166 random models, the median of this ratio was 0.75, a twentieth were above
+    // 3.4 and below 0.19, and the largest 5.5; of the parameters, none stands out. As a log-normal distribution, 12 is exceeded once
+    // in 1700 models.
     let factor = if family.starts_with("qwen3_5") { 4.0 * FACTOR } else { FACTOR };
     compare(python, &place, factor, &made.chain([("hf", "2x2")]).collect::<Vec<_>>());
     if family.ends_with("vision") {
