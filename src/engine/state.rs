@@ -358,7 +358,15 @@ impl Engine {
             };
             for chunk in layer.head_chunks(self.config.ulysses.head_chunks) {
                 let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
-                let shape = AttentionShape { batch, seq_len: ring_tokens, num_heads, num_kv_heads, head_dim };
+                let value_head_dim = layer.value_head_dim();
+                let shape = AttentionShape {
+                    batch,
+                    seq_len: ring_tokens,
+                    num_heads,
+                    num_kv_heads,
+                    head_dim,
+                    value_head_dim,
+                };
                 let q_to_kv = grouped_heads(num_heads, num_kv_heads);
                 let plan = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?;
                 add(plan.volume(), self.config.saves_attention_output());

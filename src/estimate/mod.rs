@@ -238,8 +238,16 @@ impl Workload {
         for layer in layers {
             for HeadChunk { q, kv } in layer.head_chunks(chunks) {
                 let (num_heads, num_kv_heads) = (q.len(), kv.len());
-                let (batch, head_dim) = (config.micro_batch_size, layer.head_dim);
-                let shape = AttentionShape { batch, seq_len: tokens, num_heads, num_kv_heads, head_dim };
+                let batch = config.micro_batch_size;
+                let (head_dim, value_head_dim) = (layer.head_dim, layer.value_head_dim());
+                let shape = AttentionShape {
+                    batch,
+                    seq_len: tokens,
+                    num_heads,
+                    num_kv_heads,
+                    head_dim,
+                    value_head_dim,
+                };
                 let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), ranks, 0);
                 plans.push(plan.map_err(|error| {
                     error.within(config.seq_sharding(), config.ulysses.seq_len.unwrap_or(tokens))

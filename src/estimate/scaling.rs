@@ -117,7 +117,7 @@ fn point(
 ) -> Result<Point, EngineError> {
     let (tokens, hidden) = (seq_len as f64, hidden_size as f64);
     let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = *layer;
-    let kv = (num_kv_heads * head_dim) as f64;
+    let kv = (num_kv_heads * (head_dim + layer.value_head_dim())) as f64;
     let to_others = (ranks - 1) as f64 / ranks as f64;
     let limits = UlyssesLimits { num_heads, num_kv_heads, ranks_per_node: RANKS_PER_NODE };
     let sharding = SeqSharding::auto(ranks, limits);
@@ -129,7 +129,7 @@ fn point(
         ulysses_kv_bytes: exchange.map(|(_, kv)| ELEMENT_BYTES * kv),
         claimed_bytes: ELEMENT_BYTES * 8.0 * tokens * hidden / ranks as f64,
         megatron_bytes: ELEMENT_BYTES * 8.0 * tokens * hidden * to_others,
-        ring_bytes: ELEMENT_BYTES * 6.0 * tokens * kv * to_others,
+        ring_bytes: ELEMENT_BYTES * 3.0 * tokens * kv * to_others,
         combined_ring_size: sharding.ring_size,
         combined_bytes: combined_bytes(layer, sharding, seq_len)?,
     })
@@ -146,7 +146,8 @@ fn combined_bytes(
     // The Ulysses rank with the most KV heads: at least one, since ranks share one if there are too few.
     let num_kv_heads = layer.num_kv_heads.div_ceil(sharding.ulysses_size);
     let AttentionConfig { num_heads, head_dim, .. } = *layer;
-    let shape = AttentionShape { batch: 1, seq_len, num_heads, num_kv_heads, head_dim };
+    let value_head_dim = layer.value_head_dim();
+    let shape = AttentionShape { batch: 1, seq_len, num_heads, num_kv_heads, head_dim, value_head_dim };
     let RingVolume { block_elems, gradient_elems } = RingVolume::causal(sharding, 0, shape);
     // Forward and backward.
     let blocks = ELEMENT_BYTES * 2.0 * block_elems as f64;
@@ -156,7 +157,8 @@ fn combined_bytes(
 /// Returns the elements that the rank with the most traffic exchanges, and those of K, V and their gradients.
 fn exchanged(layer: &AttentionConfig, ranks: usize, seq_len: usize) -> Result<(f64, f64), EngineError> {
     let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = *layer;
-    let shape = AttentionShape { batch: 1, seq_len, num_heads, num_kv_heads, head_dim };
+    let value_head_dim = layer.value_head_dim();
+    let shape = AttentionShape { batch: 1, seq_len, num_heads, num_kv_heads, head_dim, value_head_dim };
     let mut most = (0.0, 0.0);
     for rank in 0..ranks {
         let plan = ExchangePlan::new(shape, &layer.q_to_kv(), ranks, rank)?;
@@ -165,7 +167,7 @@ fn exchanged(layer: &AttentionConfig, ranks: usize, seq_len: usize) -> Result<(f
         let peers = (0..ranks).filter(|peer| *peer != rank);
         // K and V of its tokens for the peers' heads, and gradients of its heads for the peers' tokens.
         let of_peer = |peer: usize| seq[rank].len() * kv[peer].len() + seq[peer].len() * kv[rank].len();
-        let kv_elems = 2 * head_dim * peers.map(of_peer).sum::<usize>();
+        let kv_elems = (head_dim + value_head_dim) * peers.map(of_peer).sum::<usize>();
         if all > most.0 {
             most = (all, kv_elems as f64);
         }

@@ -6,17 +6,20 @@
 //! - [`HfConfig`]: access to a `config.json`, with diagnostics.
 //! - [`preset`], [`shape`]: descriptions by name.
 
+mod checks;
 mod config;
 mod decoder_layer;
 mod error;
 mod hf;
 mod known_models;
+mod latent;
 mod preset;
 mod read;
 #[cfg(test)]
 pub(crate) mod tests;
 
 mod cohere;
+mod deepseek;
 mod ernie;
 mod exaone4;
 mod gemma;
@@ -25,6 +28,7 @@ mod gpt;
 mod granite;
 mod lfm2;
 mod llama;
+mod minicpm3;
 mod mistral;
 mod nemotron;
 mod olmo;
@@ -33,9 +37,10 @@ mod qwen;
 mod seed_oss;
 mod smollm3;
 mod stablelm;
+mod youtu;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 33] = [
+pub static FAMILIES: [&Family; 37] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
@@ -69,6 +74,10 @@ pub static FAMILIES: [&Family; 33] = [
     &nemotron::NEMOTRON_H,
     &stablelm::STABLELM,
     &lfm2::LFM2,
+    &deepseek::DEEPSEEK_V2,
+    &deepseek::DEEPSEEK_V3,
+    &youtu::YOUTU,
+    &minicpm3::MINICPM3,
 ];
 
 pub use config::{Family, KnownModel, ModelConfig, ModelNames, Multipliers, Sizes};

@@ -85,7 +85,9 @@ impl HfConfig<'_> {
             learned_positions: None,
             multipliers: Multipliers::default(),
             final_softcap: None,
-            initializer_range: self.number("initializer_range", 0.02)?,
+            initializer_range: self
+                .get("initializer_range")
+                .map_or(Ok(0.02), |_| self.number("initializer_range", 0.02))?,
             tie_word_embeddings: self.flag("tie_word_embeddings")?,
         })
     }
@@ -141,6 +143,7 @@ impl HfConfig<'_> {
             values_from_keys: false,
             value_norm: false,
             sinks: false,
+            latent: None,
         })
     }
 

@@ -3,6 +3,7 @@
 mod gemma;
 mod gpt;
 mod granite;
+mod latent;
 mod lfm2;
 mod nemotron;
 mod rope;
@@ -72,6 +73,7 @@ fn descriptions() -> Vec<ModelConfig> {
     let conv = ShortConvConfig { channels: lfm.hidden_size, taps: 4, bias: true };
     let lfm = lfm.with_mixer([true, false, true], conv);
     let hybrids = granite::descriptions().into_iter().chain(nemotron::descriptions());
+    let hybrids = hybrids.chain(latent::descriptions());
     let mut cohere = of_family("cohere2");
     cohere.attention_layers_mut().next().unwrap().rope = Some(Rope { interleaved: true, ..300.0.into() });
     cohere.attention_layers_mut().next().unwrap().window = Some(7);
@@ -137,7 +139,8 @@ fn every_family_and_scaling_round_trips() {
         },
     ];
     for config in descriptions() {
-        let head_dim = config.attention_layers().next().unwrap().head_dim;
+        let AttentionConfig { head_dim, latent, .. } = *config.attention();
+        let head_dim = latent.map_or(head_dim, |latent| latent.rope_head_dim);
         let pairs = config.rope().map_or(head_dim, |rope| rope.rotary_dim(head_dim)) / 2;
         // The factor is that of transformers for four times the positions, or another.
         let long = [(1.0 + 4f64.ln() / 128f64.ln()).sqrt(), 1.75].map(|attention_factor| {

@@ -7,7 +7,7 @@ use std::any::Any;
 /// The size of a layer's attention, for its FLOPs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionExtent {
-    /// Query elements per token: `num_heads · head_dim`.
+    /// Query elements per token: `num_heads · head_dim`; half the sum of those of queries and values, if these differ.
     pub width: usize,
     /// Number of tokens that a token attends to, including itself; `None` for all of its document.
     pub window: Option<usize>,

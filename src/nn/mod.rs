@@ -2,7 +2,7 @@
 //!
 //! - [`Layer`]: the trait that the engine calls; [`AutogradLayer`] runs any block written with candle ops.
 //! - [`ParameterList`]: the parameters of a layer. A module keeps a [`Parameter`] for each of its own.
-//! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`LinearAttention`], [`ShortConv`], [`GatedMlp`]: the modules of a block;
+//! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`LatentAttention`], [`LinearAttention`], [`ShortConv`], [`GatedMlp`]: the modules of a block;
 //!   a [`Branch`] joins one to the residual stream. A [`TokenMixer`] is one of those that mix tokens.
 //! - [`HeadExchange`]: tokens for heads, and back, around a module that reads whole sequences.
 //! - [`InputLayer`]: what comes before the layers, an [`Embedding`], also with [`LearnedPositions`], or [`Features`] of the
@@ -26,6 +26,7 @@ mod error;
 mod gated_mlp;
 mod head_exchange;
 mod input;
+mod latent_attention;
 mod layer;
 mod learned_positions;
 mod linear;
@@ -41,8 +42,8 @@ pub(crate) mod tests;
 mod token_mixer;
 
 pub use attention::{
-    AttentionConfig, AttentionProjections, AttentionSaved, HeadChunk, HeadDivision, QkNorm, QkvNames, Saves,
-    SelfAttention, head_chunks,
+    AttentionConfig, AttentionProjections, AttentionSaved, HeadChunk, HeadDivision, LatentConfig, QkNorm,
+    QkvNames, Saves, SelfAttention, head_chunks,
 };
 pub use attention_node::autograd_attention;
 pub(crate) use autograd::AutogradGraph;
@@ -58,6 +59,7 @@ pub use error::LayerError;
 pub use gated_mlp::{GatedMlp, MlpProjections, MlpSaved};
 pub use head_exchange::{ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare};
 pub use input::{Features, InputLayer};
+pub use latent_attention::{LatentAttention, LatentAttentionSaved};
 pub use layer::{AttentionExtent, Layer, Saved};
 pub use learned_positions::LearnedPositions;
 pub use linear::{GroupNames, Linear, WeightLayout, WeightSpec};

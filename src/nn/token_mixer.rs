@@ -6,9 +6,9 @@ pub use checkpoint::MixerKept;
 
 use super::{
     AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch,
-    ForwardPass, GatedMlp, GroupedHeads, LayerError, LinearAttention, LinearAttentionConfig,
-    LinearAttentionSaved, MlpProjections, MlpSaved, NormConfig, ParameterList, Saves, SelfAttention,
-    ShortConv, ShortConvConfig, ShortConvSaved, TensorRank, WeightSpec,
+    ForwardPass, GatedMlp, GroupedHeads, LatentAttention, LatentAttentionSaved, LayerError, LinearAttention,
+    LinearAttentionConfig, LinearAttentionSaved, MlpProjections, MlpSaved, NormConfig, ParameterList, Saves,
+    SelfAttention, ShortConv, ShortConvConfig, ShortConvSaved, TensorRank, WeightSpec,
 };
 use candle_core::Tensor;
 use ulysses_kernels::glu::Activation;
@@ -16,7 +16,7 @@ use ulysses_kernels::glu::Activation;
 /// Sizes and options of a layer's token mixer: attention, linear attention or short convolution; or that it has none.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum MixerConfig {
-    /// Attention.
+    /// Attention, also latent attention.
     Attention(AttentionConfig),
     /// Linear attention: Gated DeltaNet or Mamba 2.
     LinearAttention(LinearAttentionConfig),
@@ -129,6 +129,8 @@ pub struct MixerParts {
 pub enum TokenMixer {
     /// Attention.
     Attention(SelfAttention),
+    /// Latent attention.
+    LatentAttention(LatentAttention),
     /// Linear attention: Gated DeltaNet or Mamba 2.
     LinearAttention(LinearAttention),
     /// Gated short convolution.
@@ -141,6 +143,8 @@ pub enum TokenMixer {
 pub enum MixerSaved {
     /// State of a head chunk.
     Attention(AttentionSaved),
+    /// State of all heads, or the tensors of a checkpoint.
+    LatentAttention(LatentAttentionSaved),
     /// State of all heads.
     LinearAttention(LinearAttentionSaved),
     /// State of all channels.
@@ -150,7 +154,7 @@ pub enum MixerSaved {
 }
 
 impl TokenMixer {
-    /// Adds the projections, as [`SelfAttention::new`], [`LinearAttention::new`], [`ShortConv::new`] or [`GatedMlp::new`].
+    /// Adds the projections, as [`SelfAttention::new`], [`LatentAttention::new`], [`LinearAttention::new`], [`ShortConv::new`] or [`GatedMlp::new`].
     pub fn new(
         parameters: &mut ParameterList,
         MixerParts { attention, mamba, mlp, activation }: MixerParts,
@@ -160,6 +164,10 @@ impl TokenMixer {
     ) -> Self {
         let inits = weights.map(|weight| weight.init);
         match config {
+            MixerConfig::Attention(shape @ AttentionConfig { latent: Some(latent), .. }) => {
+                let latent = LatentAttention::new(parameters, hidden, (shape, latent), weights);
+                Self::LatentAttention(latent)
+            }
             MixerConfig::Attention(shape) => {
                 Self::Attention(SelfAttention::new(parameters, attention, hidden, shape, weights))
             }
@@ -176,11 +184,11 @@ impl TokenMixer {
         }
     }
 
-    /// The attention, if it is that.
+    /// The attention, if it is that and not latent.
     pub fn attention(&self) -> Option<&SelfAttention> {
         match self {
             Self::Attention(attention) => Some(attention),
-            Self::LinearAttention(_) | Self::ShortConv(_) | Self::Mlp(_) => None,
+            _ => None,
         }
     }
 
@@ -204,6 +212,7 @@ impl TokenMixer {
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
         match self {
             Self::Attention(attention) => attention.divide(parameters, tp),
+            Self::LatentAttention(latent) => latent.divide(parameters, tp),
             Self::ShortConv(conv) => conv.divide(parameters, tp),
             Self::LinearAttention(linear) => linear.divide(parameters, tp),
             Self::Mlp(mlp) => mlp.divide(parameters, tp),
@@ -212,7 +221,11 @@ impl TokenMixer {
 
     /// The size of an attention, for its FLOPs.
     pub fn extent(&self) -> Option<AttentionExtent> {
-        self.attention().map(SelfAttention::extent)
+        match self {
+            Self::Attention(attention) => Some(attention.extent()),
+            Self::LatentAttention(latent) => Some(latent.extent()),
+            _ => None,
+        }
     }
 
     /// Adds the output to the tensor that the branch opens. Only attention keeps something for a checkpoint.
@@ -234,6 +247,11 @@ impl TokenMixer {
         match self {
             Self::Attention(attention) => {
                 attention.forward(branch, x, saves, |saved| keep(MixerSaved::Attention(saved)), pass)
+            }
+            Self::LatentAttention(latent) => {
+                let (y, saved) = latent.forward(branch, x, saves, pass)?;
+                keep(MixerSaved::LatentAttention(saved));
+                Ok(y)
             }
             Self::LinearAttention(linear) => {
                 let (y, saved) = linear.forward(branch, x, saves == Saves::Whole, pass)?;
@@ -276,6 +294,10 @@ impl TokenMixer {
                 let chunks = chunks.collect::<Result<_, _>>()?;
                 attention.backward(branch, x, chunks, (dy, dx), pass)
             }
+            Self::LatentAttention(latent) => match saved.into_iter().next() {
+                Some(MixerSaved::LatentAttention(saved)) => latent.backward(branch, x, saved, (dy, dx), pass),
+                _ => Err(foreign()),
+            },
             Self::LinearAttention(linear) => match saved.into_iter().next() {
                 Some(MixerSaved::LinearAttention(saved)) => linear.backward(branch, x, saved, (dy, dx), pass),
                 _ => Err(foreign()),
@@ -298,6 +320,7 @@ impl MixerSaved {
     pub fn bytes(&self) -> usize {
         match self {
             Self::Attention(saved) => saved.bytes(),
+            Self::LatentAttention(saved) => saved.bytes(),
             Self::LinearAttention(saved) => saved.bytes(),
             Self::ShortConv(saved) => saved.bytes(),
             Self::Mlp(saved) => saved.bytes(),
@@ -308,6 +331,7 @@ impl MixerSaved {
     pub fn into_checkpoint(self, pass: &ForwardPass<'_>) -> Vec<Tensor> {
         match self {
             Self::Attention(saved) => saved.into_checkpoint(pass).into(),
+            Self::LatentAttention(saved) => saved.into_checkpoint(pass).into(),
             Self::LinearAttention(saved) => {
                 saved.recycle(pass);
                 Vec::new()

@@ -117,11 +117,7 @@ impl UlyssesAttention {
         layout: &AttentionLayout,
         workspace: &'a Workspace,
     ) -> Result<StartedForward<'a>, SequenceParallelError> {
-        let (batch, _, num_heads, head_dim) = qkv[0].dims4()?;
-        let num_kv_heads = qkv[1].dims4()?.2;
-        let seq_len = self.num_tokens(layout);
-        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
-        let sharding = self.sharding(layout, shape)?;
+        let sharding = self.sharding(layout, self.shape_of(&qkv, layout)?)?;
         let (sent, whole) = (sharding.send_qkv(qkv, workspace)?, sharding.whole_with_sinks(layout)?);
         Ok(Box::new(move |()| {
             let HeadSharded([q, k, v]) = sent.wait(workspace)?;
@@ -139,10 +135,13 @@ impl UlyssesAttention {
         layout: &AttentionLayout,
         workspace: &'a Workspace,
     ) -> Result<StartedBackward<'a>, SequenceParallelError> {
-        let sharding = self.sharding_of_gradient(dout, layout)?;
-        let (sent, whole) = (sharding.send_dout(dout, workspace)?, sharding.whole_with_sinks(layout)?);
+        let of_output = self.sharding_of_output(dout, layout)?;
+        let (sent, layout) = (of_output.send_dout(dout, workspace)?, layout.clone());
         Ok(Box::new(move |saved| {
             let HeadSharded(dout) = sent.wait()?;
+            let head_dim = saved.q.dim(3).map_err(SequenceParallelError::from)?;
+            let sharding = self.sharding(&layout, AttentionShape { head_dim, ..of_output.shape })?;
+            let whole = sharding.whole_with_sinks(&layout)?;
             let attend = || self.local.backward(saved, &dout, &whole, workspace);
             let gradients = tracing::trace_span!("attention backward")
                 .in_scope(|| with_category(Category::Exchange, attend))?;
@@ -158,7 +157,7 @@ impl UlyssesAttention {
         layout: &AttentionLayout,
         workspace: &'a Workspace,
     ) -> Result<StartedRecomputed<'a>, SequenceParallelError> {
-        let sharding = self.sharding_of_gradient(upstream.dout, layout)?;
+        let sharding = self.sharding(layout, self.shape_of(&qkv, layout)?)?;
         let sent_qkv = sharding.send_qkv(qkv, workspace)?;
         let delta = SeqSharded(upstream.delta.clone());
         let send_delta = || sharding.exchange.delta_seq_to_head(&delta, workspace);
@@ -177,17 +176,32 @@ impl UlyssesAttention {
         }))
     }
 
-    /// The plan of the forward pass whose output has the gradient `dout`.
-    fn sharding_of_gradient(
+    fn shape_of(
+        &self,
+        [q, k, v]: &Qkv,
+        layout: &AttentionLayout,
+    ) -> Result<AttentionShape, SequenceParallelError> {
+        let (batch, _, num_heads, head_dim) = q.dims4()?;
+        let (num_kv_heads, value_head_dim) = (k.dims4()?.2, v.dims4()?.3);
+        let seq_len = self.num_tokens(layout);
+        Ok(AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, value_head_dim })
+    }
+
+    /// A plan for the gradient `dout` of the output of a forward pass, which does not say how wide its queries were.
+    fn sharding_of_output(
         &self,
         dout: &Tensor,
         layout: &AttentionLayout,
     ) -> Result<Arc<Sharding>, SequenceParallelError> {
-        let (batch, _, num_heads, head_dim) = dout.dims4()?;
+        let (batch, _, num_heads, value_head_dim) = dout.dims4()?;
         let num_kv_heads = layout.q_to_kv().last().map_or(0, |kv| kv + 1);
-        let seq_len = self.num_tokens(layout);
-        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
-        self.sharding(layout, shape)
+        let (seq_len, head_dim) = (self.num_tokens(layout), value_head_dim);
+        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, value_head_dim };
+        let is_of_output = |known: &&Arc<Sharding>| {
+            AttentionShape { head_dim, ..known.shape } == shape && is_same(&known.sharded, layout)
+        };
+        let known = self.shardings.lock().iter().find(is_of_output).cloned();
+        known.map_or_else(|| self.sharding(layout, shape), Ok)
     }
 
     /// Tokens per sequence that the group shares: all of them without a ring.
@@ -261,8 +275,8 @@ impl Attention for UlyssesAttention {
     /// The storage of `q`, `k` and `v` is recycled once they are sent.
     ///
     /// # Shapes
-    /// `q`, `o`: `[batch, seq_local, num_heads, head_dim]`; `k`, `v`:
-    /// `[batch, seq_local, num_kv_heads, head_dim]`. The saved state is head-sharded: `[batch, seq,
+    /// `q`: `[batch, seq_local, num_heads, head_dim]`; `k`:
+    /// `[batch, seq_local, num_kv_heads, head_dim]`; `v` and `o` alike, with the size of value heads. The saved state is head-sharded: `[batch, seq,
     /// heads_local, head_dim]`.
     ///
     /// # Errors

@@ -83,8 +83,8 @@ impl Exchange {
     /// Starts to send q, k and v to the ranks with their heads, in one all-to-all.
     ///
     /// # Shapes
-    /// `[B, S_local, H, D]`, `[B, S_local, H_kv, D]` twice →
-    /// `[B, S, H_local, D]`, `[B, S, H_kv_local, D]` twice.
+    /// `[B, S_local, H, D]`, `[B, S_local, H_kv, D]`, `[B, S_local, H_kv, D_v]` →
+    /// `[B, S, H_local, D]`, `[B, S, H_kv_local, D]`, `[B, S, H_kv_local, D_v]`.
     ///
     /// # Errors
     /// A shape that differs from the plan's, or a failed collective.
@@ -98,9 +98,12 @@ impl Exchange {
             span: tracing::trace_span!("qkv_seq_to_head"),
             plan: &self.qkv_seq_to_head,
         };
-        let (q, kv) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
-        let (q_out, kv_out) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
-        let dims = [("q", q, q_out), ("k", kv, kv_out), ("v", kv, kv_out)];
+        let plan = &self.plan;
+        let dims = [
+            ("q", plan.seq_sharded_q_dims(), plan.head_sharded_q_dims()),
+            ("k", plan.seq_sharded_k_dims(), plan.head_sharded_k_dims()),
+            ("v", plan.seq_sharded_v_dims(), plan.head_sharded_v_dims()),
+        ];
         Ok(self.start(&qkv.0, dims, call, workspace)?.map(HeadSharded))
     }
 
@@ -122,16 +125,19 @@ impl Exchange {
             span: tracing::trace_span!("qkv_head_to_seq"),
             plan: &self.qkv_head_to_seq,
         };
-        let (q, kv) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
-        let (q_out, kv_out) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
-        let dims = [("dq", q, q_out), ("dk", kv, kv_out), ("dv", kv, kv_out)];
+        let plan = &self.plan;
+        let dims = [
+            ("dq", plan.head_sharded_q_dims(), plan.seq_sharded_q_dims()),
+            ("dk", plan.head_sharded_k_dims(), plan.seq_sharded_k_dims()),
+            ("dv", plan.head_sharded_v_dims(), plan.seq_sharded_v_dims()),
+        ];
         Ok(self.start(&grads.0, dims, call, workspace)?.map(SeqSharded))
     }
 
     /// Starts to send the attention output back to the ranks with its tokens.
     ///
     /// # Shapes
-    /// `[B, S, H_local, D]` → `[B, S_local, H, D]`.
+    /// `[B, S, H_local, D_v]` → `[B, S_local, H, D_v]`.
     ///
     /// # Errors
     /// A shape that differs from the plan's, or a failed collective.
@@ -145,14 +151,14 @@ impl Exchange {
             span: tracing::trace_span!("out_head_to_seq"),
             plan: &self.out_head_to_seq,
         };
-        let dims = [("o", self.plan.head_sharded_q_dims(), self.plan.seq_sharded_q_dims())];
+        let dims = [("o", self.plan.head_sharded_out_dims(), self.plan.seq_sharded_out_dims())];
         Ok(self.start(from_ref(&out.0), dims, call, workspace)?.map(|[received]| SeqSharded(received)))
     }
 
     /// Starts to send the gradient of the attention output to the ranks with its heads.
     ///
     /// # Shapes
-    /// `[B, S_local, H, D]` → `[B, S, H_local, D]`.
+    /// `[B, S_local, H, D_v]` → `[B, S, H_local, D_v]`.
     ///
     /// # Errors
     /// A shape that differs from the plan's, or a failed collective.
@@ -166,7 +172,7 @@ impl Exchange {
             span: tracing::trace_span!("out_seq_to_head"),
             plan: &self.out_seq_to_head,
         };
-        let dims = [("do", self.plan.seq_sharded_q_dims(), self.plan.head_sharded_q_dims())];
+        let dims = [("do", self.plan.seq_sharded_out_dims(), self.plan.head_sharded_out_dims())];
         Ok(self.start(from_ref(&dout.0), dims, call, workspace)?.map(|[received]| HeadSharded(received)))
     }
 

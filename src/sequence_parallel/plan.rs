@@ -19,8 +19,10 @@ pub struct AttentionShape {
     pub num_heads: usize,
     /// Key/value heads.
     pub num_kv_heads: usize,
-    /// Elements per head.
+    /// Elements per head of queries and keys.
     pub head_dim: usize,
+    /// Elements per head of values and output: as many, or fewer with latent attention.
+    pub value_head_dim: usize,
 }
 
 /// Division of an [`AttentionShape`] over an `sp` group, for one of its ranks.
@@ -34,7 +36,7 @@ pub struct AttentionShape {
 /// ```
 /// use ulysses::sequence_parallel::{AttentionShape, ExchangePlan};
 ///
-/// let shape = AttentionShape { batch: 1, seq_len: 10, num_heads: 5, num_kv_heads: 1, head_dim: 64 };
+/// let shape = AttentionShape { batch: 1, seq_len: 10, num_heads: 5, num_kv_heads: 1, head_dim: 64, value_head_dim: 64 };
 /// let plan = ExchangePlan::new(shape, &[0; 5], 2, 1)?;
 /// assert_eq!(plan.seq_ranges(), [0..5, 5..10]);
 /// assert_eq!(plan.q_head_ranges(), [0..3, 3..5]); // uneven
@@ -123,19 +125,37 @@ impl ExchangePlan {
         self.q_to_kv[self.q_heads[self.rank].clone()].iter().map(|kv| kv - first).collect()
     }
 
-    /// Dimensions of the head-sharded query (or output) tensor on this rank.
+    /// Dimensions of the head-sharded queries on this rank.
     pub fn head_sharded_q_dims(&self) -> (usize, usize, usize, usize) {
         (self.shape.batch, self.shape.seq_len, self.q_heads[self.rank].len(), self.shape.head_dim)
     }
 
-    /// Dimensions of the head-sharded key and value tensors on this rank.
-    pub fn head_sharded_kv_dims(&self) -> (usize, usize, usize, usize) {
+    /// Dimensions of the head-sharded output on this rank.
+    pub fn head_sharded_out_dims(&self) -> (usize, usize, usize, usize) {
+        let (batch, tokens, heads, _) = self.head_sharded_q_dims();
+        (batch, tokens, heads, self.shape.value_head_dim)
+    }
+
+    /// Dimensions of the head-sharded keys on this rank.
+    pub fn head_sharded_k_dims(&self) -> (usize, usize, usize, usize) {
         (self.shape.batch, self.shape.seq_len, self.kv_heads[self.rank].len(), self.shape.head_dim)
     }
 
-    /// Dimensions of the sequence-sharded query (or output) tensor on this rank.
+    /// Dimensions of the head-sharded values on this rank.
+    pub fn head_sharded_v_dims(&self) -> (usize, usize, usize, usize) {
+        let (batch, tokens, heads, _) = self.head_sharded_k_dims();
+        (batch, tokens, heads, self.shape.value_head_dim)
+    }
+
+    /// Dimensions of the sequence-sharded queries on this rank.
     pub fn seq_sharded_q_dims(&self) -> (usize, usize, usize, usize) {
         (self.shape.batch, self.seq[self.rank].len(), self.shape.num_heads, self.shape.head_dim)
+    }
+
+    /// Dimensions of the sequence-sharded output on this rank.
+    pub fn seq_sharded_out_dims(&self) -> (usize, usize, usize, usize) {
+        let (batch, tokens, heads, _) = self.seq_sharded_q_dims();
+        (batch, tokens, heads, self.shape.value_head_dim)
     }
 
     /// Dimensions of the head-sharded `delta` on this rank.
@@ -148,9 +168,15 @@ impl ExchangePlan {
         (self.shape.batch, self.shape.num_heads, self.seq[self.rank].len())
     }
 
-    /// Dimensions of the sequence-sharded key and value tensors on this rank.
-    pub fn seq_sharded_kv_dims(&self) -> (usize, usize, usize, usize) {
+    /// Dimensions of the sequence-sharded keys on this rank.
+    pub fn seq_sharded_k_dims(&self) -> (usize, usize, usize, usize) {
         (self.shape.batch, self.seq[self.rank].len(), self.shape.num_kv_heads, self.shape.head_dim)
+    }
+
+    /// Dimensions of the sequence-sharded values on this rank.
+    pub fn seq_sharded_v_dims(&self) -> (usize, usize, usize, usize) {
+        let (batch, tokens, heads, _) = self.seq_sharded_k_dims();
+        (batch, tokens, heads, self.shape.value_head_dim)
     }
 
     /// seq→head for q, k and v together (tensors 0, 1, 2), as in the forward pass.
@@ -160,7 +186,7 @@ impl ExchangePlan {
 
     /// head→seq for the attention output (tensor 0), as in the forward pass.
     pub fn out_head_to_seq(&self) -> StridedPlan {
-        self.head_to_seq(&[(&self.q_heads, self.shape.num_heads)])
+        self.head_to_seq(&[self.heads_of_output()])
     }
 
     /// seq→head for the output's gradient (tensor 0), as in the backward pass.
@@ -201,18 +227,21 @@ impl ExchangePlan {
     /// head→seq for the gradients of q, k and v together (tensors 0, 1, 2), as in the backward pass.
     /// Gradients of one KV head from several ranks are summed.
     pub fn qkv_head_to_seq(&self) -> StridedPlan {
-        let AttentionShape { num_heads, num_kv_heads, .. } = self.shape;
-        let kv = (self.kv_heads.as_slice(), num_kv_heads);
-        self.head_to_seq(&[(&self.q_heads, num_heads), kv, kv])
+        let AttentionShape { num_kv_heads, head_dim, value_head_dim, .. } = self.shape;
+        let q = HeadTensor { head_dim, ..self.heads_of_output() };
+        let k = HeadTensor { heads: &self.kv_heads, num_heads: num_kv_heads, head_dim };
+        self.head_to_seq(&[q, k, HeadTensor { head_dim: value_head_dim, ..k }])
     }
 
-    /// Blocks of a head→seq exchange of several tensors, each given by the heads of every rank and their
-    /// total number.
-    fn head_to_seq(&self, tensors: &[(&[Range<usize>], usize)]) -> StridedPlan {
-        let AttentionShape { batch, seq_len, head_dim, .. } = self.shape;
-        let tensors: Vec<_> =
-            tensors.iter().map(|&(heads, num_heads)| HeadTensor { heads, num_heads, head_dim }).collect();
+    fn heads_of_output(&self) -> HeadTensor<'_> {
+        let AttentionShape { num_heads, value_head_dim, .. } = self.shape;
+        HeadTensor { heads: &self.q_heads, num_heads, head_dim: value_head_dim }
+    }
+
+    /// Blocks of a head→seq exchange of several tensors.
+    fn head_to_seq(&self, tensors: &[HeadTensor<'_>]) -> StridedPlan {
+        let AttentionShape { batch, seq_len, .. } = self.shape;
         let seq: Vec<TokenRanges> = self.seq.iter().cloned().map(TokenRanges::from).collect();
-        HeadBlocks { batch, seq_len, seq: &seq, rank: self.rank }.head_to_seq(&tensors)
+        HeadBlocks { batch, seq_len, seq: &seq, rank: self.rank }.head_to_seq(tensors)
     }
 }

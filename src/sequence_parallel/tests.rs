@@ -12,7 +12,7 @@ use ulysses_kernels::tensor::to_vec;
 
 /// S = 64, H = 8, KV = 4, sp = 3: shards of 22/21/21 tokens, heads of 3/3/2.
 const WORKED: AttentionShape =
-    AttentionShape { batch: 2, seq_len: 64, num_heads: 8, num_kv_heads: 4, head_dim: 4 };
+    AttentionShape { batch: 2, seq_len: 64, num_heads: 8, num_kv_heads: 4, head_dim: 4, value_head_dim: 4 };
 
 fn grouped(shape: &AttentionShape) -> Vec<usize> {
     (0..shape.num_heads).map(|h| h * shape.num_kv_heads / shape.num_heads).collect()
@@ -76,7 +76,14 @@ fn volumes_match_the_hand_worked_example() {
 
 #[test]
 fn even_volume_is_the_textbook_formula() {
-    let shape = AttentionShape { batch: 3, seq_len: 32, num_heads: 8, num_kv_heads: 8, head_dim: 5 };
+    let shape = AttentionShape {
+        batch: 3,
+        seq_len: 32,
+        num_heads: 8,
+        num_kv_heads: 8,
+        head_dim: 5,
+        value_head_dim: 5,
+    };
     // 4 · b · (S/sp) · (sp−1)/sp · H · D with sp = 4: 4 · 3 · 8 · 3/4 · 8 · 5 = 2880.
     // Of the forward, q, k and v are 3 of 4 tensors; delta has one element per head.
     let expected =
@@ -132,14 +139,70 @@ fn on_ranks(shape: AttentionShape, sp_size: usize, check: impl Fn(&Exchange, &Ar
     .unwrap();
 }
 
+/// In the fourth and fifth values are narrower than queries.
 const SHAPES: [(AttentionShape, usize); 6] = [
     (WORKED, 3),
-    (AttentionShape { batch: 1, seq_len: 8, num_heads: 4, num_kv_heads: 4, head_dim: 2 }, 2),
-    (AttentionShape { batch: 2, seq_len: 7, num_heads: 6, num_kv_heads: 1, head_dim: 3 }, 4),
-    (AttentionShape { batch: 3, seq_len: 13, num_heads: 8, num_kv_heads: 2, head_dim: 1 }, 3),
-    (AttentionShape { batch: 1, seq_len: 5, num_heads: 5, num_kv_heads: 5, head_dim: 4 }, 4),
-    (AttentionShape { batch: 2, seq_len: 9, num_heads: 6, num_kv_heads: 3, head_dim: 2 }, 1),
+    (
+        AttentionShape {
+            batch: 1,
+            seq_len: 8,
+            num_heads: 4,
+            num_kv_heads: 4,
+            head_dim: 2,
+            value_head_dim: 2,
+        },
+        2,
+    ),
+    (
+        AttentionShape {
+            batch: 2,
+            seq_len: 7,
+            num_heads: 6,
+            num_kv_heads: 1,
+            head_dim: 3,
+            value_head_dim: 3,
+        },
+        4,
+    ),
+    (
+        AttentionShape {
+            batch: 3,
+            seq_len: 13,
+            num_heads: 8,
+            num_kv_heads: 2,
+            head_dim: 3,
+            value_head_dim: 1,
+        },
+        3,
+    ),
+    (
+        AttentionShape {
+            batch: 1,
+            seq_len: 5,
+            num_heads: 5,
+            num_kv_heads: 5,
+            head_dim: 4,
+            value_head_dim: 3,
+        },
+        4,
+    ),
+    (
+        AttentionShape {
+            batch: 2,
+            seq_len: 9,
+            num_heads: 6,
+            num_kv_heads: 3,
+            head_dim: 2,
+            value_head_dim: 2,
+        },
+        1,
+    ),
 ];
+
+/// Elements per head of q, k and v.
+fn sizes(shape: AttentionShape) -> [usize; 3] {
+    [shape.head_dim, shape.head_dim, shape.value_head_dim]
+}
 
 #[test]
 fn seq_to_head_gathers_every_token_of_the_local_heads() {
@@ -148,13 +211,13 @@ fn seq_to_head_gathers_every_token_of_the_local_heads() {
             let (plan, rank) = (exchange.plan(), group.rank());
             let tokens = all(plan.seq_ranges()[rank].clone());
             let heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads];
-            let qkv = [0, 1, 2].map(|t| part(t, shape.batch, &tokens, &all(0..heads[t]), shape.head_dim));
+            let qkv = [0, 1, 2].map(|t| part(t, shape.batch, &tokens, &all(0..heads[t]), sizes(shape)[t]));
             let HeadSharded(got) =
                 exchange.qkv_seq_to_head(&SeqSharded(qkv), &Workspace::new()).unwrap().wait().unwrap();
             let (q, kv) = (&plan.q_head_ranges()[rank], &plan.kv_head_ranges()[rank]);
             for (t, heads) in [q, kv, kv].into_iter().enumerate() {
                 let expected =
-                    part(t, shape.batch, &all(0..shape.seq_len), &all(heads.clone()), shape.head_dim);
+                    part(t, shape.batch, &all(0..shape.seq_len), &all(heads.clone()), sizes(shape)[t]);
                 assert_eq!(got[t].dims(), expected.dims());
                 assert_eq!(
                     to_vec::<f32>(&got[t]).unwrap(),
@@ -171,7 +234,7 @@ fn head_to_seq_inverts_seq_to_head() {
     for (shape, sp_size) in SHAPES {
         on_ranks(shape, sp_size, |exchange, group| {
             let tokens = all(exchange.plan().seq_ranges()[group.rank()].clone());
-            let out = part(0, shape.batch, &tokens, &all(0..shape.num_heads), shape.head_dim);
+            let out = part(0, shape.batch, &tokens, &all(0..shape.num_heads), shape.value_head_dim);
             let there = exchange
                 .out_seq_to_head(&SeqSharded(out.clone()), &Workspace::new())
                 .unwrap()
@@ -216,7 +279,7 @@ fn gradients_of_shared_kv_heads_are_summed_over_the_ranks_that_used_them() {
             let whole = all(0..shape.seq_len);
             let (q, kv) = (plan.q_head_ranges()[rank].clone(), plan.kv_head_ranges()[rank].clone());
             let heads = [all(q), all(kv.clone()), all(kv)];
-            let grads = [0, 1, 2].map(|t| part(t, shape.batch, &whole, &heads[t], shape.head_dim));
+            let grads = [0, 1, 2].map(|t| part(t, shape.batch, &whole, &heads[t], sizes(shape)[t]));
             let SeqSharded(got) =
                 exchange.qkv_head_to_seq(&HeadSharded(grads), &Workspace::new()).unwrap().wait().unwrap();
             let tokens = plan.seq_ranges()[rank].clone();

@@ -34,13 +34,13 @@ impl ExchangeVolume {
 
 impl ExchangePlan {
     /// The volume of this rank i, with S tokens, Hq query heads and Hkv KV heads per rank, batch b and head
-    /// dimension D:
+    /// dimensions D of queries and keys and V of values and output, which are the same except with latent attention:
     ///
-    /// - forward `b·D·Σ_{j≠i} [S_i(Hq_j + 2·Hkv_j) + S_j·Hq_i]`, of which the first term is q, k and v
-    /// - backward `b·D·Σ_{j≠i} [S_i·Hq_j + S_j(Hq_i + 2·Hkv_i)]`
+    /// - forward `b·Σ_{j≠i} [S_i(D·(Hq_j + Hkv_j) + V·Hkv_j) + V·S_j·Hq_i]`, of which the first term is q, k and v
+    /// - backward `b·Σ_{j≠i} [V·S_i·Hq_j + S_j(D·(Hq_i + Hkv_i) + V·Hkv_i)]`
     /// - `delta` `b·Σ_{j≠i} S_i·Hq_j`
     ///
-    /// With even shards and equally many KV and query heads forward and backward are
+    /// With V = D, even shards and equally many KV and query heads forward and backward are
     /// `4·b·(S/sp)·(sp−1)/sp·H·D`. The formula does not use the plan's blocks; tests compare it with them and
     /// with the backends' counters.
     pub fn volume(&self) -> ExchangeVolume {
@@ -50,13 +50,14 @@ impl ExchangePlan {
         let over_peers = |elems: &dyn Fn(usize) -> usize| {
             (0..self.seq_ranges().len()).filter(|&j| j != i).map(elems).sum::<usize>() as u64
         };
-        let unit = (shape.batch * shape.head_dim) as u64;
-        let qkv_elems = unit * over_peers(&|j| seq(i) * (q(j) + 2 * kv(j)));
+        let (batch, dim, value_dim) = (shape.batch as u64, shape.head_dim, shape.value_head_dim);
+        let of_token = |rank: usize| dim * (q(rank) + kv(rank)) + value_dim * kv(rank);
+        let qkv_elems = batch * over_peers(&|j| seq(i) * of_token(j));
         ExchangeVolume {
-            forward_elems: qkv_elems + unit * over_peers(&|j| seq(j) * q(i)),
+            forward_elems: qkv_elems + batch * over_peers(&|j| value_dim * seq(j) * q(i)),
             qkv_elems,
-            backward_elems: unit * over_peers(&|j| seq(i) * q(j) + seq(j) * (q(i) + 2 * kv(i))),
-            delta_elems: shape.batch as u64 * over_peers(&|j| seq(i) * q(j)),
+            backward_elems: batch * over_peers(&|j| value_dim * seq(i) * q(j) + seq(j) * of_token(i)),
+            delta_elems: batch * over_peers(&|j| seq(i) * q(j)),
         }
     }
 }
@@ -72,7 +73,7 @@ pub struct RingVolume {
 
 impl RingVolume {
     /// The volume of ring rank `rank`, where `sees(i, j)` says whether a query of ring rank i sees a key of ring rank j.
-    /// With T_j tokens on ring rank j, batch b, Hkv KV heads on this rank and head dimension D, in units of `2·b·Hkv·D`:
+    /// With T_j tokens on ring rank j, batch b, Hkv KV heads on this rank and head dimensions D of keys and V of values, in units of `b·Hkv·(D + V)`:
     ///
     /// - keys and values: every block is sent once per rank that sees it. If those are the n ranks after its owner, the
     ///   owner and the n − 1 ranks after it send T_j each; otherwise the owner sends them all
@@ -101,7 +102,7 @@ impl RingVolume {
             copies * tokens(owner)
         };
         let seen = (0..ranks).filter(|&owner| owner != rank && sees(rank, owner));
-        let unit = 2 * shape.batch * shape.num_kv_heads * shape.head_dim;
+        let unit = shape.batch * shape.num_kv_heads * (shape.head_dim + shape.value_head_dim);
         Self {
             block_elems: (unit * (0..ranks).map(sent_copies).sum::<usize>()) as u64,
             gradient_elems: (unit * seen.map(tokens).sum::<usize>()) as u64,

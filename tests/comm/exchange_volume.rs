@@ -2,6 +2,7 @@
 
 use crate::support::mesh_run::{Problem, global_batch, layout, llama_config, micro_batches, on_mesh};
 use crate::support::problems::{CONFIG, problem};
+use crate::support::reference::latent_attention::VALUE_DIM;
 use crate::support::reference::{Batch, Family, ReferenceConfig};
 use anyhow::Result;
 use serde_json::json;
@@ -130,6 +131,26 @@ fn a_saved_attention_output_repeats_the_exchange_of_q_k_and_v_and_adds_that_of_d
 }
 
 #[test]
+fn values_of_latent_attention_travel_without_the_zeros_that_widen_them() {
+    // Four heads on two ranks of 32 tokens: each sends half of its heads' vectors, and receives as many tokens of its own.
+    let model =
+        ReferenceConfig { family: Family::DeepseekV3, num_heads: 4, num_kv_heads: 4, head_dim: 10, ..CONFIG };
+    let vectors = 32 * 2;
+    let [key, value] = [10, VALUE_DIM as u64];
+    let [qkv, out] = [vectors * (2 * key + value), vectors * value];
+    let of_layers = (SEQUENCES * CONFIG.num_layers * size_of::<f32>()) as u64;
+    let calls = CONFIG.num_layers as u64;
+    for measured in measure_with(model.clone(), 2, json!({})) {
+        assert_eq!(measured, [(2 * calls, of_layers * (qkv + out)); 2]);
+    }
+    let recomputing =
+        json!({ "ulysses": { "activation_checkpointing": true, "save_attention_output": true } });
+    for [_, backward] in measure_with(model, 2, recomputing) {
+        assert_eq!(backward, (4 * calls, of_layers * (qkv + out + qkv + vectors)));
+    }
+}
+
+#[test]
 fn head_chunks_exchange_the_same_bytes_in_more_calls() {
     for (checkpointing, saves) in [(false, false), (true, false), (true, true)] {
         let of = |chunks| {
@@ -223,6 +244,7 @@ fn a_ring_sends_the_bytes_of_the_closed_form() {
                 num_heads: CONFIG.num_heads,
                 num_kv_heads,
                 head_dim: CONFIG.head_dim,
+                value_head_dim: CONFIG.head_dim,
             };
             let RingVolume { block_elems, gradient_elems } =
                 RingVolume::causal(sharding, rank / ulysses, shape);

@@ -14,7 +14,7 @@ use ulysses::engine::{Engine, initialize};
 use ulysses::memory::live_bytes;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, ModelConfig, RandomWeights, family, preset};
-use ulysses::nn::{LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MixerConfig};
+use ulysses::nn::{LatentConfig, LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MixerConfig};
 
 const SEQ_LEN: usize = 24;
 const LENS: [usize; 11] = [5, 11, 3, 24, 7, 2, 9, 19, 1, 4, 13];
@@ -97,6 +97,21 @@ fn hybrid() -> ModelConfig {
         .with_mixer([false, true, false, true], MixerConfig::Mlp)
 }
 
+/// Latent attention.
+fn latent() -> ModelConfig {
+    let latent = LatentConfig {
+        q_rank: Some(12),
+        kv_rank: 10,
+        rope_head_dim: 8,
+        value_head_dim: 14,
+        mscale_all_dim: 0.0,
+    };
+    let nano = preset("nano").unwrap().with_attention(|layer| {
+        (layer.num_kv_heads, layer.latent) = (layer.num_heads, Some(latent));
+    });
+    ModelConfig { family: family("minicpm3").unwrap(), ..nano }
+}
+
 fn with_model<T: Send>(
     model: &ModelConfig,
     (dp, sp): (usize, usize),
@@ -168,7 +183,7 @@ fn packed_and_unpacked_steps_have_the_same_loss_and_gradient() {
         outcomes.unwrap()[0]
     };
     let packed = rows(documents(), Packing::Greedy);
-    for model in [preset("nano").unwrap(), hybrid()] {
+    for model in [preset("nano").unwrap(), hybrid(), latent()] {
         let (loss, norm) = step(&model, &unpacked(), (1, 1));
         for mesh in MESHES {
             for rows in [&packed, &unpacked()] {

@@ -7,6 +7,7 @@ mod flexible_sp;
 mod golden;
 mod head_bias;
 mod hybrid_meshes;
+mod latent_attention;
 mod linear_attention;
 mod loss_normalization;
 mod lr_schedules;

@@ -15,6 +15,7 @@ pub mod mesh_run;
 pub mod problems;
 pub mod recorded;
 pub mod reference;
+pub mod reference_model;
 pub mod sample;
 pub mod sink_doubles;
 pub mod vocab_doubles;

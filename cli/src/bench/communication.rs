@@ -70,6 +70,7 @@ fn exchanges(bench: &BenchRank<'_>, seq_len_local: usize) -> Result<Vec<Figure>>
         num_heads: NUM_HEADS,
         num_kv_heads: NUM_HEADS,
         head_dim: HEAD_DIM,
+        value_head_dim: HEAD_DIM,
     };
     let options = TensorOptions { device: device.clone(), dtype: DType::F32 };
     let workspace = Workspace::with_options(options);

@@ -117,7 +117,14 @@ fn check_all(group: &Arc<dyn ProcessGroup>, device: &Device) -> Result<Vec<Check
 fn check_exchange(group: &Arc<dyn ProcessGroup>, device: &Device) -> Result<Option<String>> {
     let (me, n) = (group.rank(), group.world_size());
     let (seq_len, heads, head_dim) = (5 * n + 1, 2 * n + 1, 2);
-    let shape = AttentionShape { batch: 1, seq_len, num_heads: heads, num_kv_heads: heads, head_dim };
+    let shape = AttentionShape {
+        batch: 1,
+        seq_len,
+        num_heads: heads,
+        num_kv_heads: heads,
+        head_dim,
+        value_head_dim: head_dim,
+    };
     let plan = ExchangePlan::new(shape, &grouped_heads(heads, heads), n, me)?;
     let element = |token: usize, head: usize| (1000 * token + head) as f32;
     let block = |tokens: std::ops::Range<usize>, heads: std::ops::Range<usize>| -> Vec<f32> {

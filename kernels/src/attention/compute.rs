@@ -16,7 +16,7 @@ pub trait AttentionCompute: Attention {
     /// enter once, after all keys.
     ///
     /// # Shapes
-    /// `q [b, sq, hq, d]`, `k, v [b, skv, hkv, d]` to `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
+    /// `q [b, sq, hq, d]`, `k [b, skv, hkv, d]`, `v [b, skv, hkv, dv]` to `o [b, sq, hq, dv]` and `lse [b, hq, sq]`.
     ///
     /// # Errors
     /// Tensors that do not match the layout.

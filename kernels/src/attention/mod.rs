@@ -13,7 +13,8 @@
 //! # Shapes
 //! `b` sequences, `sq` local queries, `skv` local keys, `hq` query heads, `hkv` KV heads, `d` head dimension:
 //! `q`, `o` are `[b, sq, hq, d]`, `k`, `v` are `[b, skv, hkv, d]`, `lse` and `delta` are `[b, hq, sq]`. A
-//! gradient has the shape of its tensor.
+//! gradient has the shape of its tensor. An [`Attention`] also takes values of fewer elements per head than queries, as in latent attention:
+//! `v` and `o` then have these. [`FlashAttention`] widens them with zeros for its kernels.
 
 mod blocks;
 mod choice;
@@ -34,6 +35,7 @@ mod self_check;
 mod steps;
 #[cfg(test)]
 mod tests;
+mod value_width;
 
 pub use choice::{CheckedKernels, ChosenKernels};
 pub use compute::AttentionCompute;
@@ -64,7 +66,7 @@ pub trait Attention: Send + Sync {
     /// storage, so a clone that the caller keeps may change. Results are allocated from the `workspace`.
     ///
     /// # Shapes
-    /// `q [b, sq, hq, d]`, `k, v [b, skv, hkv, d]` to `o [b, sq, hq, d]`.
+    /// `q [b, sq, hq, d]`, `k [b, skv, hkv, d]`, `v [b, skv, hkv, dv]` to `o [b, sq, hq, dv]`, where `dv` is at most `d`.
     ///
     /// # Errors
     /// Tensors that do not match the layout, or failed communication.
@@ -82,7 +84,7 @@ pub trait Attention: Send + Sync {
     /// [sinks](Sinks), if there are any: that of this rank's heads and tokens.
     ///
     /// # Shapes
-    /// `dout [b, sq, hq, d]` to the shapes of `q`, `k` and `v`.
+    /// `dout [b, sq, hq, dv]` to the shapes of `q`, `k` and `v`.
     ///
     /// # Errors
     /// As [`Attention::forward`].
@@ -175,9 +177,9 @@ pub struct SavedAttention {
     pub q: Tensor,
     /// Keys `[b, skv, hkv, d]`.
     pub k: Tensor,
-    /// Values `[b, skv, hkv, d]`.
+    /// Values `[b, skv, hkv, dv]`.
     pub v: Tensor,
-    /// Output `[b, sq, hq, d]`.
+    /// Output `[b, sq, hq, dv]`.
     pub o: Tensor,
     /// Logarithm of each query's softmax denominator, `[b, hq, sq]`; -inf for a query without visible keys.
     pub lse: Tensor,
@@ -223,11 +225,14 @@ impl AttentionCompute for FlashAttention {
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor), AttentionError> {
         let (b, sq, hq, head_dim) = q.dims4()?;
+        let width = v.dim(3)?;
+        let wide_v = value_width::widened(v, head_dim, workspace)?;
         let (o, lse) = (workspace.alloc(q.dims())?, workspace.alloc_f32((b, hq, sq))?);
         let kernels = self.kernels.for_head_dim(head_dim);
-        let operands = Operands { q, k, v, scale: Self::scale(q, layout)?, layout, kernels };
+        let operands = Operands { q, k, v: &wide_v, scale: Self::scale(q, layout)?, layout, kernels };
         with_category(Category::Other, || forward(&operands, &o, &lse))?;
-        Ok((o, lse))
+        value_width::recycle_copy(wide_v, v, workspace);
+        Ok((value_width::narrowed(o, width, workspace)?, lse))
     }
 
     fn attend_backward(
@@ -237,12 +242,18 @@ impl AttentionCompute for FlashAttention {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<QkvGradients, AttentionError> {
+        let [head_dim, width] = [q.dim(3)?, v.dim(3)?];
+        let [wide_v, wide_dout] = [v, upstream.dout].map(|x| value_width::widened(x, head_dim, workspace));
+        let (wide_v, wide_dout) = (wide_v?, wide_dout?);
         let (dq, dk, dv) =
-            (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(v.dims())?);
-        let kernels = self.kernels.for_head_dim(q.dim(3)?);
-        let operands = Operands { q, k, v, scale: Self::scale(q, layout)?, layout, kernels };
+            (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(wide_v.dims())?);
+        let kernels = self.kernels.for_head_dim(head_dim);
+        let operands = Operands { q, k, v: &wide_v, scale: Self::scale(q, layout)?, layout, kernels };
+        let wide_upstream = Upstream { dout: &wide_dout, ..*upstream };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
-        with_category(Category::Other, || backward(&operands, upstream, &gradients))?;
-        Ok((dq, dk, dv))
+        with_category(Category::Other, || backward(&operands, &wide_upstream, &gradients))?;
+        value_width::recycle_copy(wide_v, v, workspace);
+        value_width::recycle_copy(wide_dout, upstream.dout, workspace);
+        Ok((dq, dk, value_width::narrowed(dv, width, workspace)?))
     }
 }

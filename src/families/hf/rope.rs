@@ -96,6 +96,11 @@ impl HfConfig<'_> {
         Ok(Some(Rope { query_growth: growth, ..rope }))
     }
 
+    /// A number of the object that describes the scaling, if it has it.
+    pub(crate) fn scaling_number(&self, key: &str) -> Result<Option<f64>, ModelError> {
+        self.rope_object()?.map_or(Ok(None), |object| object.number(key))
+    }
+
     /// The object that describes the rotary embedding of all layers, if it is not empty.
     fn rope_object(&self) -> Result<Option<RopeObject<'_>>, ModelError> {
         let is_given = |key: &&'static str| self.get(key).is_some_and(|value| *value != json!({}));

@@ -51,7 +51,7 @@ impl HeadProjection {
 }
 
 /// State for the backward pass of a norm over heads.
-pub(super) struct SavedHeadNorm {
+pub(in crate::nn) struct SavedHeadNorm {
     /// The heads before the norm.
     heads: Tensor,
     rstd: Tensor,

@@ -11,14 +11,17 @@ mod forward;
 mod head_chunks;
 mod head_division;
 mod head_projection;
+mod latent;
 mod output_gate;
 mod projections;
 mod saved;
 
 pub use head_chunks::{HeadChunk, head_chunks};
 pub use head_division::HeadDivision;
+pub use latent::LatentConfig;
 pub use projections::{AttentionProjections, QkvNames};
 pub use saved::{AttentionSaved, Saves};
+pub(super) use saved::{ChunkState, ReturningChunk, shares_output};
 
 use super::{
     AttentionExtent, BackwardPass, ForwardPass, GroupNames, LayerError, Linear, NormConfig, Parameter,
@@ -62,6 +65,9 @@ pub struct AttentionConfig {
     pub sinks: bool,
     /// Whether the output is multiplied by the sigmoid of a gate, which the projection of the queries has as well.
     pub output_gate: bool,
+    /// The sizes of a [`LatentAttention`](super::LatentAttention), if it is one. It has as many KV heads as query heads, and of the options above
+    /// `rope` and `scale` only.
+    pub latent: Option<LatentConfig>,
 }
 
 /// The elements over which a norm of queries or keys is computed.
@@ -79,9 +85,21 @@ impl AttentionConfig {
         grouped_heads(self.num_heads, self.num_kv_heads)
     }
 
-    /// The largest number of head chunks: a norm over all heads needs them at once.
+    /// The largest number of head chunks: a norm over all heads needs them at once, and latent attention computes them at once.
     pub fn max_head_chunks(&self) -> usize {
-        if self.qk_norm == Some(QkNorm::AllHeads) { 1 } else { self.num_kv_heads }
+        let at_once = self.qk_norm == Some(QkNorm::AllHeads) || self.latent.is_some();
+        if at_once { 1 } else { self.num_kv_heads }
+    }
+
+    /// Elements per value head.
+    pub fn value_head_dim(&self) -> usize {
+        self.latent.map_or(self.head_dim, |latent| latent.value_head_dim)
+    }
+
+    /// The size of the attention, for its FLOPs.
+    pub(in crate::nn) fn extent(&self) -> AttentionExtent {
+        let of_heads = self.num_heads * (self.head_dim + self.value_head_dim());
+        AttentionExtent { width: of_heads / 2, window: self.window }
     }
 
     /// Outputs of the projection of the queries per head: queries, then the gate if there is one.
@@ -203,7 +221,7 @@ impl SelfAttention {
 
     /// The size of the attention, for its FLOPs.
     pub fn extent(&self) -> AttentionExtent {
-        AttentionExtent { width: self.shape.num_heads * self.shape.head_dim, window: self.shape.window }
+        self.shape.extent()
     }
 
     /// The chunks, as even as KV heads allow.

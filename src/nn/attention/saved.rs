@@ -15,7 +15,7 @@ pub(super) struct QkvHeads {
 }
 
 /// State of the norms over the heads of q, k and v.
-pub(super) type HeadNorms = [Option<SavedHeadNorm>; 3];
+pub(in crate::nn) type HeadNorms = [Option<SavedHeadNorm>; 3];
 
 /// The state that a forward pass saves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub enum Saves {
 }
 
 /// A head chunk that was attended, with its output on the way back.
-pub(super) struct ReturningChunk<'a> {
+pub(in crate::nn) struct ReturningChunk<'a> {
     /// q, k, v and the norms over heads; `None` if only a checkpoint is saved.
     qkv: Option<([Tensor; 3], HeadNorms)>,
     /// The output where it was computed; it is being sent.
@@ -38,7 +38,7 @@ pub(super) struct ReturningChunk<'a> {
 }
 
 impl<'a> ReturningChunk<'a> {
-    pub(super) fn new(
+    pub(in crate::nn) fn new(
         inner: SavedAttention,
         (norms, gate): (HeadNorms, Option<Tensor>),
         out: Returning<'a, Tensor>,
@@ -48,14 +48,14 @@ impl<'a> ReturningChunk<'a> {
     }
 
     /// Recycles the tensors that a checkpoint does not contain and that are not being sent.
-    pub(super) fn recycle_qkv(&mut self, pass: &ForwardPass<'_>) {
+    pub(in crate::nn) fn recycle_qkv(&mut self, pass: &ForwardPass<'_>) {
         let Some((qkv, norms)) = self.qkv.take() else { return };
         pass.recycle(qkv);
         norms.into_iter().flatten().for_each(|norm| pass.recycle(norm.into_tensors()));
     }
 
     /// Waits for the output.
-    pub(super) fn finish(self, pass: &ForwardPass<'_>) -> Result<AttentionSaved, LayerError> {
+    pub(in crate::nn) fn finish(self, pass: &ForwardPass<'_>) -> Result<AttentionSaved, LayerError> {
         let Self { qkv, o, lse, gate, out } = self;
         let out = out.wait()?;
         let state = match qkv {
@@ -75,12 +75,12 @@ impl<'a> ReturningChunk<'a> {
 
 /// Saved state of one head chunk.
 pub struct AttentionSaved {
-    pub(super) state: ChunkState,
+    pub(in crate::nn) state: ChunkState,
     /// The gate of the output, if there is one. A checkpoint does not contain it.
     pub(super) gate: Option<Tensor>,
 }
 
-pub(super) enum ChunkState {
+pub(in crate::nn) enum ChunkState {
     /// All that the backward pass needs.
     Whole {
         /// State of the attention.
@@ -106,7 +106,7 @@ impl AttentionSaved {
     }
 
     /// The attention output.
-    pub(super) fn out(&self) -> &Tensor {
+    pub(in crate::nn) fn out(&self) -> &Tensor {
         match &self.state {
             ChunkState::Whole { out, .. } | ChunkState::Output { out, .. } => out,
         }
@@ -149,6 +149,6 @@ impl AttentionSaved {
 }
 
 /// Returns whether the attention saved the same tensor that it returned, as it does without sequence parallelism.
-pub(super) fn shares_output(inner: &SavedAttention, out: &Tensor) -> bool {
+pub(in crate::nn) fn shares_output(inner: &SavedAttention, out: &Tensor) -> bool {
     out.id() == inner.o.id()
 }

@@ -1,7 +1,7 @@
 //! Activation checkpointing of a token mixer: the tensors that are saved, and recomputation from them.
 
 use super::{MixerSaved, TokenMixer};
-use crate::nn::{AttentionSaved, Branch, ForwardPass, LayerContext, LayerError, Saves};
+use crate::nn::{AttentionSaved, Branch, ForwardPass, LatentAttentionSaved, LayerContext, LayerError, Saves};
 use candle_core::Tensor;
 
 /// The tensors of a token mixer that a forward pass keeps for the backward pass.
@@ -55,14 +55,23 @@ impl TokenMixer {
         checkpoint: &mut impl Iterator<Item = Tensor>,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Vec<MixerSaved>), LayerError> {
-        let Some(attention) = self.attention().filter(|_| pass.ctx.saves_attention_output()) else {
-            let mut kept = MixerKept::State(Vec::new());
-            let output = self.forward(branch, x, &mut kept, pass)?;
-            return Ok((output, kept.into_states()));
-        };
-        let mut chunks = saved_chunks(checkpoint, pass)?;
-        let output = attention.forward_from_outputs(branch, x, &mut chunks, pass)?;
-        Ok((output, chunks.into_iter().map(MixerSaved::Attention).collect()))
+        match self {
+            Self::Attention(attention) if pass.ctx.saves_attention_output() => {
+                let mut chunks = saved_chunks(checkpoint, pass)?;
+                let output = attention.forward_from_outputs(branch, x, &mut chunks, pass)?;
+                Ok((output, chunks.into_iter().map(MixerSaved::Attention).collect()))
+            }
+            Self::LatentAttention(latent) if pass.ctx.saves_attention_output() => {
+                let saved = LatentAttentionSaved::from_checkpoint(saved_chunk(checkpoint, pass)?);
+                let output = latent.forward_from_output(branch, x, &saved, pass)?;
+                Ok((output, vec![MixerSaved::LatentAttention(saved)]))
+            }
+            _ => {
+                let mut kept = MixerKept::State(Vec::new());
+                let output = self.forward(branch, x, &mut kept, pass)?;
+                Ok((output, kept.into_states()))
+            }
+        }
     }
 
     /// As [`recompute`](Self::recompute), where the output is not needed. An attention, which must have no output gate, and an MLP are
@@ -82,6 +91,10 @@ impl TokenMixer {
         }
         if self.attention().is_some() {
             return Ok(saved_chunks(checkpoint, pass)?.into_iter().map(MixerSaved::Attention).collect());
+        }
+        if matches!(self, Self::LatentAttention(_)) && pass.ctx.saves_attention_output() {
+            let saved = LatentAttentionSaved::from_checkpoint(saved_chunk(checkpoint, pass)?);
+            return Ok(vec![MixerSaved::LatentAttention(saved)]);
         }
         let x = input()?;
         let (output, saved) = self.recompute(branch, &x, checkpoint, pass)?;
@@ -107,10 +120,15 @@ fn saved_chunks(
     checkpoint: &mut impl Iterator<Item = Tensor>,
     pass: &ForwardPass<'_>,
 ) -> Result<Vec<AttentionSaved>, LayerError> {
-    let chunks = (0..pass.ctx.tiling().head_chunks).map(|_| {
-        let tensors = checkpoint.next().zip(checkpoint.next());
-        let foreign = || LayerError::ForeignSavedState { layer: pass.layer.to_owned() };
-        Ok(AttentionSaved::from_checkpoint(tensors.ok_or_else(foreign)?.into()))
-    });
-    chunks.collect()
+    let chunk = |_| Ok(AttentionSaved::from_checkpoint(saved_chunk(checkpoint, pass)?));
+    (0..pass.ctx.tiling().head_chunks).map(chunk).collect()
+}
+
+/// Output and lse of a head chunk.
+fn saved_chunk(
+    checkpoint: &mut impl Iterator<Item = Tensor>,
+    pass: &ForwardPass<'_>,
+) -> Result<[Tensor; 2], LayerError> {
+    let foreign = || LayerError::ForeignSavedState { layer: pass.layer.to_owned() };
+    checkpoint.next().zip(checkpoint.next()).map(<[Tensor; 2]>::from).ok_or_else(foreign)
 }

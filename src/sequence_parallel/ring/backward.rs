@@ -136,8 +136,10 @@ impl Backward<'_> {
 
     /// Sums of a block of `tokens` tokens.
     fn alloc(&self, tokens: usize, own: &Pair) -> Result<Pair, SequenceParallelError> {
-        let (batch, _, heads, head_dim) = own[0].dims4()?;
-        let sum = || self.workspace.alloc_f32((batch, tokens, heads, head_dim));
-        Ok([sum()?, sum()?])
+        let [keys, values] = own.each_ref().map(|own| {
+            let (batch, _, heads, head_dim) = own.dims4()?;
+            Ok::<_, SequenceParallelError>(self.workspace.alloc_f32((batch, tokens, heads, head_dim))?)
+        });
+        Ok([keys?, values?])
     }
 }

@@ -111,8 +111,10 @@ impl<'a> Blocks<'a> {
 
     /// Keys and values of another rank's tokens.
     fn alloc(&self, tokens: usize, workspace: &Workspace) -> Result<Pair, SequenceParallelError> {
-        let (batch, _, heads, head_dim) = self.own[0].dims4()?;
-        let block = || workspace.alloc((batch, tokens, heads, head_dim));
-        Ok([block()?, block()?])
+        let [keys, values] = self.own.each_ref().map(|own| {
+            let (batch, _, heads, head_dim) = own.dims4()?;
+            Ok::<_, SequenceParallelError>(workspace.alloc((batch, tokens, heads, head_dim))?)
+        });
+        Ok([keys?, values?])
     }
 }

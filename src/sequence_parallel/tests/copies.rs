@@ -17,7 +17,14 @@ const EXCHANGES: [[usize; 6]; 6] = [
 ];
 
 fn plans([batch, seq_len, num_heads, num_kv_heads, head_dim, ranks]: [usize; 6]) -> Vec<ExchangePlan> {
-    let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+    let shape = AttentionShape {
+        batch,
+        seq_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        value_head_dim: head_dim.div_ceil(2),
+    };
     let q_to_kv: Vec<usize> = (0..num_heads).map(|head| head * num_kv_heads / num_heads).collect();
     (0..ranks).map(|rank| ExchangePlan::new(shape, &q_to_kv, ranks, rank).unwrap()).collect()
 }
@@ -29,12 +36,13 @@ type Shard = ((usize, usize, usize, usize), usize, usize);
 fn shards(plan: &ExchangePlan, by_head: bool) -> [Shard; 3] {
     let rank = plan.rank();
     if by_head {
-        let kv = (plan.head_sharded_kv_dims(), 0, plan.kv_head_ranges()[rank].start);
-        return [(plan.head_sharded_q_dims(), 0, plan.q_head_ranges()[rank].start), kv, kv];
+        let head = plan.kv_head_ranges()[rank].start;
+        let [k, v] = [plan.head_sharded_k_dims(), plan.head_sharded_v_dims()].map(|dims| (dims, 0, head));
+        return [(plan.head_sharded_q_dims(), 0, plan.q_head_ranges()[rank].start), k, v];
     }
     let token = plan.seq_ranges()[rank].start;
-    let kv = (plan.seq_sharded_kv_dims(), token, 0);
-    [(plan.seq_sharded_q_dims(), token, 0), kv, kv]
+    let dims = [plan.seq_sharded_q_dims(), plan.seq_sharded_k_dims(), plan.seq_sharded_v_dims()];
+    dims.map(|dims| (dims, token, 0))
 }
 
 /// A shard whose values encode tensor, batch, token, head and element; times `factor(head)`.

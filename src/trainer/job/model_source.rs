@@ -192,7 +192,7 @@ pub fn check_exchange(
         };
         let reason = match model.attention_layers().any(|layer| layer.max_head_chunks() < layer.num_kv_heads)
         {
-            true => "normalizes queries over all heads".to_owned(),
+            true => "normalizes queries over all heads, or has latent attention".to_owned(),
             false => format!("has {max_chunks} KV heads"),
         };
         return Err(JobError::usage(format!(
@@ -202,9 +202,17 @@ pub fn check_exchange(
     for layer in layers {
         for chunk in layer.head_chunks(chunks) {
             let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
+            let value_head_dim = layer.value_head_dim();
             // Of the ring rank with the fewest tokens.
             let of_ring_rank = seq_len / sharding.ring_size;
-            let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
+            let shape = AttentionShape {
+                batch,
+                seq_len: of_ring_rank,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                value_head_dim,
+            };
             let kv_heads = grouped_heads(num_heads, num_kv_heads);
             let plan = ExchangePlan::new(shape, &kv_heads, sharding.ulysses_size, 0);
             plan.map_err(|error| refusal(error.within(sharding, seq_len), config))?;

@@ -1,10 +1,10 @@
-//! Models with linear attention and attention with a gate, with Mamba 2, with layers of one branch, with short convolutions, and with a
-//! bias in the head.
+//! Models with linear attention and attention with a gate, with Mamba 2, with layers of one branch, with short convolutions, with a bias
+//! in the head, and with latent attention.
 
 use super::{Case, case};
 use serde_json::{Value, json};
 use ulysses::model::{ModelConfig, Multipliers, family, shape};
-use ulysses::nn::{LinearAttentionKind, MixerConfig, ShortConvConfig};
+use ulysses::nn::{LatentConfig, LinearAttentionKind, MixerConfig, ShortConvConfig};
 
 /// Three layers with linear attention of two key and four value heads, one with a gate.
 fn hybrid() -> ModelConfig {
@@ -69,8 +69,23 @@ fn head_bias(tie_word_embeddings: bool) -> ModelConfig {
     ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, tie_word_embeddings, ..model }
 }
 
+/// Latent attention of eight heads, whose values are narrower than their keys.
+fn latent() -> ModelConfig {
+    let latent = LatentConfig {
+        q_rank: Some(12),
+        kv_rank: 10,
+        rope_head_dim: 4,
+        value_head_dim: 6,
+        mscale_all_dim: 0.0,
+    };
+    let model = shape("Youtu-LLM-2B").unwrap().with_num_layers(3).with_attention(|layer| {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.latent) = (8, 8, 10, Some(latent));
+    });
+    ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
+}
+
 /// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Mamba 2. Layers of one branch. Convolutions. States and
-/// tokens that are passed on. A bias in the head.
+/// tokens that are passed on. A bias in the head. Latent attention.
 pub(super) fn cases() -> Vec<Case> {
     let ulysses = |ulysses: Value| json!({ "zero_optimization": { "stage": 2 }, "ulysses": ulysses });
     let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
@@ -127,5 +142,10 @@ pub(super) fn cases() -> Vec<Case> {
             24,
             json!({ "bf16": { "enabled": true } }),
         ),
+        case("latent attention, 2 x 3", latent(), (2, 3), 23, ulysses(json!({}))),
+        case("latent attention, 1 x 2, recomputed", latent(), (1, 2), 22, ulysses(recompute(false))),
+        case("latent attention, 1 x 5, outputs kept", latent(), (1, 5), 22, ulysses(recompute(true))),
+        case("latent attention, a ring of 2 x 2", latent(), (1, 4), 25, ulysses(ring(2))),
+        case("latent attention, pp 2, a ring of 2, tp 3", latent(), (1, 2), 24, with_tp(3)),
     ]
 }

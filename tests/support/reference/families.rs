@@ -42,6 +42,14 @@ pub enum Family {
     GraniteHybrid,
     /// Layers with one branch each: Mamba 2, an MLP, attention, an MLP, and again.
     NemotronH,
+    /// Latent attention, with a latent of the queries.
+    DeepseekV2,
+    /// As DeepSeek-V2, with another factor on the logits.
+    DeepseekV3,
+    /// Latent attention without a latent of the queries, in which halves rotate.
+    Youtu,
+    /// Latent attention in which halves rotate, and factors.
+    MiniCpm3,
 }
 
 /// Names of the parameters of a block.
@@ -87,6 +95,9 @@ pub const QUERY_GROWTH: f64 = 0.7;
 /// Granite's factors on embedding, residual branches, attention and logits.
 pub const GRANITE: [f64; 4] = [3.0, 0.4, 0.3, 0.5];
 
+/// MiniCPM3's `scale_emb`, `scale_depth` and `dim_model_base`.
+pub const MINICPM3: [f64; 3] = [3.0, 0.9, 12.0];
+
 /// The number whose root divides Gemma's logits of attention.
 pub const QUERY_PRE_ATTN_SCALAR: f64 = 7.0;
 
@@ -124,7 +135,9 @@ impl Family {
 
     /// Whether neighboring elements rotate as a pair.
     pub fn is_interleaved(self) -> bool {
-        self.is_glm() || self.is_cohere() || matches!(self, Self::Ernie | Self::GptJ)
+        self.is_glm()
+            || self.is_cohere()
+            || matches!(self, Self::Ernie | Self::GptJ | Self::DeepseekV2 | Self::DeepseekV3)
     }
 
     /// Whether norms have biases.
@@ -374,6 +387,12 @@ impl ReferenceConfig {
             Family::Ernie | Family::Nemotron => self.qkv_bias,
             _ => false,
         }
+    }
+
+    /// The factors on embedding, residual branches and logits of MiniCPM3.
+    pub fn minicpm3_factors(&self) -> [f64; 3] {
+        let [embedding, depth, base] = MINICPM3;
+        [embedding, depth / (self.num_layers as f64).sqrt(), base / self.hidden_size as f64]
     }
 
     /// The factor on the logits of attention.

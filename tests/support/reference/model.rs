@@ -5,6 +5,7 @@
 
 use super::batch::document_ids;
 use super::families::{Family, GRANITE, LOGIT_SCALE, QUERY_GROWTH};
+use super::latent_attention::latent_attention;
 use super::linear_attention::{linear_attention, sigmoid};
 use super::mamba2::mamba2;
 use super::rope::rope_tables;
@@ -35,6 +36,7 @@ pub fn row_logits(
     let [attention_cap, final_cap] = family.softcaps();
     let [embedding_factor, residual_factor, logits_factor] = match family {
         Family::Granite | Family::GraniteHybrid => [GRANITE[0], GRANITE[1], GRANITE[3]],
+        Family::MiniCpm3 => config.minicpm3_factors(),
         family if family.is_gemma() => [(config.hidden_size as f64).sqrt(), 1.0, 1.0],
         family if family.is_cohere() => [1.0, 1.0, LOGIT_SCALE],
         _ => [1.0; 3],
@@ -147,6 +149,7 @@ pub fn row_logits(
         let output = match (config.is_linear(layer), config.is_conv(layer)) {
             (true, _) => linear_attention(config, weights, layer, &h, position_ids)?,
             (_, true) => short_conv(config, weights, layer, &h, position_ids)?,
+            _ if family.is_latent() => latent_attention(config, weights, layer, &h, position_ids)?,
             _ if config.is_mamba(layer) => mamba2(config, weights, &name(block.mamba), &h, position_ids)?,
             _ => attend()?,
         };
@@ -223,12 +226,12 @@ fn activation(family: Family, x: &Tensor) -> Result<Tensor> {
 }
 
 /// `x · wᵀ`: `[S, in]`, `[out, in]` → `[S, out]`.
-fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+pub(super) fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     Ok(x.matmul(&weight.t()?)?)
 }
 
 /// `x / sqrt(mean(x²) + eps) · weight` over the last dimension.
-fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let size = x.dim(D::Minus1)? as f64;
     let mean_square = (x.sqr()?.sum_keepdim(D::Minus1)? / size)?;
     let normalised = x.broadcast_div(&(mean_square + eps)?.sqrt()?)?;
@@ -248,13 +251,13 @@ fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
 }
 
 /// `[S, H·D]` → `[H, S, D]`
-fn split_heads(x: &Tensor, num_heads: usize) -> Result<Tensor> {
+pub(super) fn split_heads(x: &Tensor, num_heads: usize) -> Result<Tensor> {
     let (seq_len, size) = x.dims2()?;
     Ok(x.reshape((seq_len, num_heads, size / num_heads))?.transpose(0, 1)?.contiguous()?)
 }
 
 /// `[H, S, D]` → `[S, H·D]`
-fn merge_heads(x: &Tensor) -> Result<Tensor> {
+pub(super) fn merge_heads(x: &Tensor) -> Result<Tensor> {
     let (num_heads, seq_len, head_dim) = x.dims3()?;
     Ok(x.transpose(0, 1)?.contiguous()?.reshape((seq_len, num_heads * head_dim))?)
 }
@@ -268,7 +271,7 @@ fn repeat_kv(x: &Tensor, config: &ReferenceConfig) -> Result<Tensor> {
 
 /// Rotary embedding of the first elements of `[H, S, D]`, as many as `cos` has; the others pass: `x · cos + rotate_half(x) · sin`,
 /// where `rotate_half` turns the halves (a, b) of each head into (−b, a).
-fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+pub(super) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (size, rotating) = (x.dim(D::Minus1)?, cos.dim(D::Minus1)?);
     if rotating < size {
         let rotated = rotate(&x.narrow(D::Minus1, 0, rotating)?, cos, sin)?;
@@ -292,7 +295,7 @@ fn grown(config: &ReferenceConfig, queries: Tensor, position_ids: &[u32]) -> Res
 }
 
 /// As [`rotate`], with neighboring elements as pairs: sorted by even and odd index, they are halves.
-fn rotate_neighbors(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+pub(super) fn rotate_neighbors(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (size, rotating) = (x.dim(D::Minus1)? as u32, cos.dim(D::Minus1)? as u32);
     let half = rotating / 2;
     let sorted = (0..rotating).step_by(2).chain((1..rotating).step_by(2)).chain(rotating..size);
@@ -306,7 +309,7 @@ fn rotate_neighbors(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 
 /// Returns the attention mask `[S, S]` (query, key): 0 if the key is in the query's document, not after it and less
 /// than `window` tokens before it; −∞ otherwise.
-fn document_causal_mask(position_ids: &[u32], window: Option<usize>) -> Result<Tensor> {
+pub(super) fn document_causal_mask(position_ids: &[u32], window: Option<usize>) -> Result<Tensor> {
     let documents = document_ids(position_ids);
     let seq_len = documents.len();
     let mut mask = Vec::with_capacity(seq_len * seq_len);
@@ -321,7 +324,7 @@ fn document_causal_mask(position_ids: &[u32], window: Option<usize>) -> Result<T
 }
 
 /// `softmax(capped(scale · q · kᵀ) + mask) · v` for `[H, S, D]` each. Sinks `[H]` are one more logit of every query, without a value.
-fn attention(
+pub(super) fn attention(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,

@@ -1,7 +1,7 @@
 //! Configuration, parameter names and shapes, and weights.
 
 use super::families::{Family, NUM_POSITIONS};
-use super::{linear_attention, mamba2, short_conv};
+use super::{latent_attention, linear_attention, mamba2, short_conv};
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use rand::{Rng, SeedableRng};
@@ -195,7 +195,7 @@ impl ReferenceConfig {
             self.family.norms().into_iter().flatten().for_each(|norm| add(norm, vec![hidden]));
             if let Some(qkv) = block.qkv {
                 add(qkv, vec![q_size + 2 * kv_size, hidden]);
-            } else if self.has_attention(layer) {
+            } else if self.has_attention(layer) && !self.family.is_latent() {
                 let gated = if self.family == Family::Qwen35 { 2 } else { 1 };
                 add(&format!("{}.q_proj", block.attention), vec![gated * q_size, hidden]);
                 add(&format!("{}.k_proj", block.attention), vec![kv_size, hidden]);
@@ -203,7 +203,7 @@ impl ReferenceConfig {
                     add(&format!("{}.v_proj", block.attention), vec![kv_size, hidden]);
                 }
             }
-            if self.has_attention(layer) {
+            if self.has_attention(layer) && !self.family.is_latent() {
                 add(block.o, vec![hidden, q_size]);
             }
             let mlp = match (block.plain_mlp, block.fused_gate_up) {
@@ -224,6 +224,7 @@ impl ReferenceConfig {
             let (module, parts) = match (self.is_linear(layer), self.is_conv(layer)) {
                 (true, _) => ("linear_attn", linear_attention::parameter_shapes(hidden)),
                 (_, true) => ("conv", short_conv::parameter_shapes(hidden, self.conv_bias())),
+                _ if self.family.is_latent() => (block.attention, latent_attention::parameter_shapes(self)),
                 _ if self.is_mamba(layer) => (block.mamba, mamba2::parameter_shapes(self)),
                 _ => continue,
             };

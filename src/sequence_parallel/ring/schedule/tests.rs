@@ -165,7 +165,14 @@ fn the_closed_form_counts_the_tokens_of_the_schedule() {
             let gradients = schedule.steps()[1..].iter().filter_map(|&step| schedule.tokens(step));
             let counted =
                 [blocks.map(tokens).sum::<usize>(), gradients.sum()].map(|tokens| 2 * tokens as u64);
-            let shape = AttentionShape { batch: 1, seq_len: 67, num_heads: 1, num_kv_heads: 1, head_dim: 1 };
+            let shape = AttentionShape {
+                batch: 1,
+                seq_len: 67,
+                num_heads: 1,
+                num_kv_heads: 1,
+                head_dim: 1,
+                value_head_dim: 1,
+            };
             let tokens = |rank| ring(5).ring_tokens(67, rank);
             let sees = |queries, keys| {
                 let (queries, keys) = (tokens(queries), tokens(keys));

@@ -1,0 +1,102 @@
+//! The backward pass of latent attention.
+
+use super::forward::Projected;
+use super::saved::Latents;
+use super::{LatentAttention, LatentAttentionSaved, QueryProjection};
+use crate::nn::attention::{ChunkState, shares_output};
+use crate::nn::{AttentionSaved, BackwardPass, Branch, LayerError};
+use candle_core::Tensor;
+use ulysses_kernels::attention::{self, QkvGradients, Upstream};
+use ulysses_kernels::rope::Direction;
+
+impl LatentAttention {
+    /// Backward of [`forward`](Self::forward) for the gradient `dy` of the output: adds to the gradients of the parameters and of
+    /// `x`. `dx` may be `dy`. What is not saved is recomputed.
+    ///
+    /// # Shapes
+    /// `x`, `dy`, `dx`: `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn backward(
+        &self,
+        branch: &Branch,
+        x: &Tensor,
+        saved: LatentAttentionSaved,
+        (dy, dx): (&Tensor, &Tensor),
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let (gradients, latents) = self.backward_attention(branch, x, saved, dy, pass)?;
+        self.backward_projections(branch, x, (gradients, latents), dx, pass)
+    }
+
+    /// The gradients of queries, keys and values, with the latents. Adds to the gradient of the output projection.
+    fn backward_attention(
+        &self,
+        branch: &Branch,
+        x: &Tensor,
+        saved: LatentAttentionSaved,
+        dy: &Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(QkvGradients, Latents), LayerError> {
+        let forward = &pass.forward;
+        let (ws, layout, attention) = (forward.workspace(), self.layout(forward)?, forward.ctx.attention());
+        let LatentAttentionSaved { attention: saved, latents } = saved;
+        let dout = ws.alloc(saved.out().dims())?;
+        self.o.backward_weight(dy, &saved.out().flatten_from(2)?, pass)?;
+        self.o.backward_input(dy, &dout.flatten_from(2)?, false, forward)?;
+        let result = match (saved, latents) {
+            (AttentionSaved { state: ChunkState::Whole { inner, out, .. }, .. }, Some(latents)) => {
+                // The attention may free the output, if it is the state's.
+                match shares_output(&inner, &out) {
+                    true => drop(out),
+                    false => ws.recycle(out),
+                }
+                (attention.backward(inner, &dout, &layout, ws)?, latents)
+            }
+            (saved, _) => {
+                let [out, lse] = saved.into_checkpoint(forward);
+                let (batch, tokens, heads, _) = out.dims4()?;
+                let delta = ws.alloc_f32((batch, heads, tokens))?;
+                attention::delta(&out, &dout, &delta)?;
+                ws.recycle(out);
+                let Projected { q, k, v, latents } = self.project(branch, x, forward)?;
+                let upstream = Upstream { dout: &dout, lse: &lse, delta: &delta };
+                let gradients = attention.backward_recomputed(q, k, v, &upstream, &layout, ws)?;
+                forward.recycle([lse, delta]);
+                (gradients, latents)
+            }
+        };
+        ws.recycle(dout);
+        Ok(result)
+    }
+
+    /// Adds to the gradients of all other parameters and of `x`.
+    fn backward_projections(
+        &self,
+        branch: &Branch,
+        x: &Tensor,
+        ((dq, dk, dv), latents): (QkvGradients, Latents),
+        dx: &Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let forward = &pass.forward;
+        let [djoint, dk_rope] = self.join([dk, dv], forward)?;
+        let dkv_latent = self.kv.backward(latents.kv, &djoint, pass)?;
+        forward.recycle([djoint]);
+        self.rotate(&dk_rope, Direction::Backward, forward)?;
+        self.rotate_queries(&dq, Direction::Backward, forward)?;
+        let dfirst = match (&self.q, latents.q) {
+            (QueryProjection::LowRank(low_rank), Some(latent)) => {
+                let dlatent = low_rank.backward(latent, &dq, pass)?;
+                forward.recycle([dq]);
+                dlatent
+            }
+            _ => dq,
+        };
+        let doutputs = [(self.q.first(), &dfirst), (&self.kv.down, &dkv_latent), (&self.k_rope, &dk_rope)];
+        branch.backward_project(x, &doutputs, dx, pass)?;
+        forward.recycle([dfirst, dkv_latent, dk_rope]);
+        Ok(())
+    }
+}

@@ -1,0 +1,138 @@
+//! Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): queries, keys and values of all heads come from small latents.
+//!
+//! ```text
+//! q = q_b(norm(q_a(x)))                          or q_proj(x); of each head [without position | rotary]
+//! latent, k_rope = kv_a(x)                       one rotary key for all heads
+//! k_nope, v = kv_b(norm(latent))                 of each head
+//! y = o(attend([q_nope | rope(q_rope)], [k_nope | rope(k_rope)], v))
+//! ```
+//!
+//! Between projections and output it is the attention of the context, with as many KV heads as query heads; values may have fewer
+//! elements than keys, also in the exchange. All heads are attended at once.
+//!
+//! Ranks of tp have some heads. Each computes the latents of all tokens, from weights that stay whole, and so partial sums of the
+//! gradients of latents, rotary key and these weights.
+
+mod backward;
+mod forward;
+mod heads;
+mod low_rank;
+mod saved;
+
+pub use saved::LatentAttentionSaved;
+
+use super::attention::scaled;
+use super::{
+    AttentionConfig, AttentionExtent, ForwardPass, GroupNames, HeadDivision, LatentConfig, LayerError,
+    Linear, ParameterList, TensorRank, WeightSpec,
+};
+use low_rank::LowRank;
+use ulysses_kernels::attention::{AttentionLayout, Logits};
+
+/// Latent attention, without the branch that it is in.
+#[derive(Debug)]
+pub struct LatentAttention {
+    shape: AttentionConfig,
+    latent: LatentConfig,
+    q: QueryProjection,
+    /// Keys and values of all heads: of each the part of the key without a position, then the value.
+    kv: LowRank,
+    /// The rotary key of all heads.
+    k_rope: Linear,
+    o: Linear,
+}
+
+/// The projection of the queries.
+#[derive(Debug)]
+enum QueryProjection {
+    Direct(Linear),
+    LowRank(LowRank),
+}
+
+impl QueryProjection {
+    /// The layer whose input is that of the module.
+    fn first(&self) -> &Linear {
+        match self {
+            Self::Direct(linear) => linear,
+            Self::LowRank(low_rank) => &low_rank.down,
+        }
+    }
+
+    /// The layer whose outputs are the heads.
+    fn last_mut(&mut self) -> &mut Linear {
+        match self {
+            Self::Direct(linear) => linear,
+            Self::LowRank(low_rank) => &mut low_rank.up,
+        }
+    }
+}
+
+impl LatentAttention {
+    /// Adds the parameters under `self_attn`, by the names of DeepSeek.
+    pub fn new(
+        parameters: &mut ParameterList,
+        hidden: usize,
+        (shape, latent): (AttentionConfig, LatentConfig),
+        [weight, o]: [WeightSpec; 2],
+    ) -> Self {
+        let AttentionConfig { num_heads, head_dim, .. } = shape;
+        let LatentConfig { q_rank, kv_rank, rope_head_dim, value_head_dim, .. } = latent;
+        let q_size = num_heads * head_dim;
+        let q = match q_rank {
+            None => {
+                QueryProjection::Direct(Linear::new(parameters, "self_attn.q_proj", [q_size, hidden], weight))
+            }
+            Some(rank) => {
+                let down = Linear::new(parameters, "self_attn.q_a_proj", [rank, hidden], weight);
+                QueryProjection::LowRank(LowRank::new(parameters, "q", down, [q_size, rank], weight))
+            }
+        };
+        let name = GroupNames::One("self_attn.kv_a_proj_with_mqa");
+        let [down, k_rope] = Linear::group(parameters, name, [kv_rank, rope_head_dim], hidden, weight);
+        let kv_size = num_heads * (head_dim - rope_head_dim + value_head_dim);
+        let kv = LowRank::new(parameters, "kv", down, [kv_size, kv_rank], weight);
+        let o = Linear::new(parameters, "self_attn.o_proj", [hidden, num_heads * value_head_dim], o);
+        Self { shape, latent, q, kv, k_rope, o }
+    }
+
+    /// Keeps the heads of one rank of tp; the output is then a partial sum.
+    ///
+    /// # Errors
+    /// More ranks than heads.
+    pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
+        let (shape, HeadDivision { q: heads, .. }) = self.shape.divided(parameters.layer(), tp)?;
+        let LatentConfig { value_head_dim, .. } = self.latent;
+        let [queries, keys_and_values, values] =
+            [shape.head_dim, self.k_nope_dim() + value_head_dim, value_head_dim]
+                .map(|size| scaled(&heads, size));
+        Linear::divide_outputs(parameters, [self.q.last_mut()], [&queries], tp.rank);
+        Linear::divide_outputs(parameters, [&mut self.kv.up], [&keys_and_values], tp.rank);
+        self.o.divide_inputs(parameters, &values, tp.rank);
+        self.shape = shape;
+        Ok(())
+    }
+
+    /// The size of the attention, for its FLOPs.
+    pub fn extent(&self) -> AttentionExtent {
+        self.shape.extent()
+    }
+
+    /// Elements of each key and query without a position.
+    fn k_nope_dim(&self) -> usize {
+        self.shape.head_dim - self.latent.rope_head_dim
+    }
+
+    fn layout(&self, pass: &ForwardPass<'_>) -> Result<AttentionLayout, LayerError> {
+        let AttentionConfig { num_heads, window, scale, .. } = self.shape;
+        let logits = Logits { scale: scale.map(|scale| scale as f32), softcap: None };
+        pass.ctx.attention_layout_with(num_heads, num_heads, window, logits)
+    }
+
+    /// Refuses head chunks.
+    fn check_chunks(&self, pass: &ForwardPass<'_>) -> Result<(), LayerError> {
+        match pass.ctx.tiling().head_chunks {
+            1 => Ok(()),
+            chunks => Err(LayerError::HeadChunks { layer: pass.layer.to_owned(), chunks, max_chunks: 1 }),
+        }
+    }
+}
