@@ -28,11 +28,11 @@ use ulysses::sequence_parallel::{AttentionShape, ExchangePlan, UlyssesAttention}
 
 const SP: usize = 3;
 const SHAPE: AttentionShape =
-    AttentionShape { batch: 1, seq_len: 64, num_heads: 8, num_kv_heads: 4, head_dim: 16 };
+    AttentionShape { batch: 1, seq_len: 64, num_heads: 8, num_kv_heads: 4, head_dim: 16, value_head_dim: 16 };
 
 fn main() -> Result<()> {
     // The unsharded problem on one rank: queries, keys, values and the gradient of the output.
-    let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim } = SHAPE;
+    let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, .. } = SHAPE;
     let random = |heads| Tensor::randn(0.0_f32, 1.0, (batch, seq_len, heads, head_dim), &Device::Cpu);
     let whole = [random(num_heads)?, random(num_kv_heads)?, random(num_kv_heads)?, random(num_heads)?];
     let heads = grouped_heads(num_heads, num_kv_heads);

@@ -204,7 +204,9 @@ fn passed_states_have_the_bytes_of_the_closed_form() {
 /// The volume of attention on 1 × 5.
 fn attention_volume(rank: usize) -> ExchangeVolume {
     let ReferenceConfig { num_heads, num_kv_heads, head_dim, .. } = CONFIG;
-    let shape = AttentionShape { batch: SEQUENCES, seq_len: 64, num_heads, num_kv_heads, head_dim };
+    let value_head_dim = head_dim;
+    let shape =
+        AttentionShape { batch: SEQUENCES, seq_len: 64, num_heads, num_kv_heads, head_dim, value_head_dim };
     ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), 5, rank).unwrap().volume()
 }
 
