@@ -291,7 +291,7 @@ fn gradients_of_shared_kv_heads_are_summed_over_the_ranks_that_used_them() {
                 for (b, s) in (0..shape.batch).flat_map(|b| tokens.clone().map(move |s| (b, s))) {
                     for h in 0..num_heads[t] {
                         let copies = if t == 0 { 1 } else { users(h) } as f32;
-                        expected.extend((0..shape.head_dim).map(|d| copies * value(t, b, s, h, d)));
+                        expected.extend((0..sizes(shape)[t]).map(|d| copies * value(t, b, s, h, d)));
                     }
                 }
                 assert_eq!(to_vec::<f32>(&got[t]).unwrap(), expected, "{shape:?} sp {sp_size} rank {rank}");
