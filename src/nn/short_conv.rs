@@ -204,10 +204,10 @@ impl ShortConv {
     /// The convolution of this rank's tokens: what it read, for the backward pass, and its output.
     fn convolve(&self, gated: Tensor, pass: &ForwardPass<'_>) -> Result<(Tensor, Tensor), LayerError> {
         if let Some(extended) = self.extended_tokens(pass)? {
-            let read = extended.extend(std::slice::from_ref(&gated), pass)?.remove(0);
+            let read = extended.extend(std::slice::from_ref(&gated), pass.workspace())?.remove(0);
             pass.recycle([gated]);
             let all = self.conv.forward(&read, (&(0..self.shape.channels), extended.convolved()), pass)?;
-            return Ok((read, extended.within(all, pass)?));
+            return Ok((read, extended.within(all, pass.workspace())?));
         }
         let gated = self.exchange(gated, (Gathered::Tokens, false), pass)?;
         let convolved = self.conv.forward(&gated, (&self.own_channels(pass), pass.ctx.documents()), pass)?;
@@ -224,11 +224,11 @@ impl ShortConv {
     ) -> Result<Tensor, LayerError> {
         let forward = &pass.forward;
         if let Some(extended) = self.extended_tokens(forward)? {
-            let dconvolved = extended.around(dconvolved, forward)?;
+            let dconvolved = extended.around(dconvolved, forward.workspace())?;
             let part = (&(0..self.shape.channels), extended.convolved());
             let dread = self.conv.backward(&dconvolved, &read, part, pass)?;
             forward.recycle([dconvolved, read]);
-            let dgated = extended.reduce(std::slice::from_ref(&dread), forward)?.remove(0);
+            let dgated = extended.reduce(std::slice::from_ref(&dread), forward.workspace())?.remove(0);
             forward.recycle([dread]);
             return Ok(dgated);
         }

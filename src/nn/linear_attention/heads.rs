@@ -1,8 +1,7 @@
 //! Convolution and state of one rank's heads, over whole sequences.
 
 use super::mixed::Mixed;
-use super::passed::PassedStates;
-use super::saved::HeadsSaved;
+use super::saved::{HeadsSaved, PassedStates};
 use super::{LinearAttention, LinearAttentionKind};
 use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError, Parameter, add_bias_gradient};
 use candle_core::Tensor;

@@ -11,28 +11,19 @@
 
 use super::heads::RecurrenceOperands;
 use super::mixed::Mixed;
-use super::saved::HeadsSaved;
+use super::saved::{HeadsSaved, PassedStates};
 use super::{LinearAttention, LinearAttentionKind};
 use crate::nn::shard::{AffineMap, Direction, ExtendedTokens, Reach, alloc};
 use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::cast::cast;
-use ulysses_kernels::elementwise;
 use ulysses_kernels::linear_attention::{self, Gradients};
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
+use ulysses_kernels::{Workspace, elementwise};
 
 /// A unit vector among keys and queries that the delta rule normalizes: next to its square, the number that is added is nothing.
 const UNIT: f32 = 1024.0;
-
-/// What a rank keeps of the states that it passed on, in f32.
-#[derive(Default)]
-pub(super) struct PassedStates {
-    /// The state before its tokens; `None` on the first rank.
-    pub(super) before: Option<Tensor>,
-    /// T; `None` on the first and the last rank.
-    pub(super) matrix: Option<Tensor>,
-}
 
 impl LinearAttention {
     /// The extended tokens, if ranks pass states on instead of exchanging tokens for heads.
@@ -58,7 +49,8 @@ impl LinearAttention {
         keep: bool,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<HeadsSaved>), LayerError> {
-        let received = extended.extend(&qkv, pass)?;
+        let ws = pass.workspace();
+        let received = extended.extend(&qkv, ws)?;
         pass.recycle(qkv);
         let qkv = received.try_into().unwrap_or_else(|_| unreachable!("three tensors"));
         let mixed = Mixed { qkv, b, a };
@@ -66,17 +58,17 @@ impl LinearAttention {
         let recur = || self.recur(&operands, keep, pass);
         let first = extended.is_first().then(recur).transpose()?;
         let own = match &first {
-            Some((o, _)) => AffineMap { constant: Some(self.states_after(o, extended, pass)?), matrix: None },
+            Some((o, _)) => AffineMap { constant: Some(self.states_after(o, extended, ws)?), matrix: None },
             None if extended.is_last() => AffineMap::default(),
-            None => self.affine_map(&operands, extended, pass)?,
+            None => self.affine_map(&operands, extended, ws)?,
         };
-        let before = extended.pass_on(&own, self.state_dims(&operands), Direction::Forward, pass)?;
+        let before = extended.pass_on(&own, self.state_dims(&operands), Direction::Forward, ws)?;
         if let Some(before) = &before {
             extended.store_before(before, &operands.qkv[2])?;
         }
         let (o, states) = first.map_or_else(recur, Ok)?;
         operands.recycle(pass);
-        let out = in_dtype(extended.within(o, pass)?, pass.workspace().options().dtype, pass)?;
+        let out = in_dtype(extended.within(o, ws)?, ws.options().dtype, ws)?;
         pass.recycle(own.constant);
         let saved = HeadsSaved { mixed, states, passed: PassedStates { before, matrix: own.matrix } };
         if keep {
@@ -100,7 +92,7 @@ impl LinearAttention {
         if let Some(before) = &before {
             extended.store_before(before, &operands.qkv[2])?;
         }
-        let dout = extended.around(in_dtype(dout, DType::F32, forward)?, forward)?;
+        let dout = extended.around(in_dtype(dout, DType::F32, ws)?, ws)?;
         let like = |tensor: &Tensor| ws.alloc_f32(tensor.dims());
         let ([q, k, v], [g, beta]) = (&operands.qkv, &operands.gates);
         let (dqkv, dgates) = ([like(q)?, like(k)?, like(v)?], [like(g)?, like(beta)?]);
@@ -113,9 +105,9 @@ impl LinearAttention {
         if !extended.is_first() {
             // Without the gradient of the state after the tokens, which is not known yet.
             backward()?;
-            own.constant = Some(extended.read_before(dv, forward)?);
+            own.constant = Some(extended.read_before(dv, ws)?);
         }
-        let after = extended.pass_on(&own, self.state_dims(&operands), Direction::Backward, forward)?;
+        let after = extended.pass_on(&own, self.state_dims(&operands), Direction::Backward, ws)?;
         forward.recycle(own.constant.into_iter().chain(own.matrix));
         if let Some(after) = after {
             elementwise::scale(&after, self.query_scale().recip())?;
@@ -130,19 +122,19 @@ impl LinearAttention {
         self.backward_skip(dskip, &share, pass)?;
         let Mixed { qkv, b, a } = mixed;
         let [dg, dbeta] = dgates;
-        let dgates = [extended.within(dg, forward)?, extended.within(dbeta, forward)?];
+        let dgates = [extended.within(dg, ws)?, extended.within(dbeta, ws)?];
         let (da, db) = (ws.alloc(a.dims())?, b.as_ref().map(|b| ws.alloc(b.dims())).transpose()?);
         self.backward_gates([&a, &da], [&b, &db], &dgates, &share, pass)?;
         forward.recycle(dgates);
         forward.recycle([a].into_iter().chain(b));
         let mut dextended = Vec::new();
         for ((x, dy), channels) in qkv.into_iter().zip(dqkv).zip(self.channels(&share)) {
-            extended.clear_around(&dy, forward)?;
-            let dy = in_dtype(dy, x.dtype(), forward)?;
+            extended.clear_around(&dy, ws)?;
+            let dy = in_dtype(dy, x.dtype(), ws)?;
             dextended.push(self.conv.backward(&dy, &x, (&channels, extended.convolved()), pass)?);
             forward.recycle([dy, x]);
         }
-        let reduced = extended.reduce(&dextended, forward)?;
+        let reduced = extended.reduce(&dextended, ws)?;
         forward.recycle(dextended);
         let qkv = reduced.try_into().unwrap_or_else(|_| unreachable!("three tensors"));
         Ok(Mixed { qkv, b: db, a: da })
@@ -155,23 +147,23 @@ impl LinearAttention {
         extended: &ExtendedTokens,
         pass: &ForwardPass<'_>,
     ) -> Result<RecurrenceOperands, LayerError> {
-        let share = self.all_heads();
+        let (ws, share) = (pass.workspace(), self.all_heads());
         let channels = self.channels(&share);
         let conv = |part: usize| -> Result<Tensor, LayerError> {
             let y = self.conv.forward(&qkv[part], (&channels[part], extended.convolved()), pass)?;
-            let y = in_dtype(y, DType::F32, pass)?;
-            extended.clear_around(&y, pass)?;
+            let y = in_dtype(y, DType::F32, ws)?;
+            extended.clear_around(&y, ws)?;
             Ok(y)
         };
         let qkv = [conv(0)?, conv(1)?, conv(2)?];
         let unit = if self.is_delta() { UNIT } else { 1.0 };
-        extended.write_units_before(unit, &qkv[1], 0, pass)?;
-        extended.write_units_after(unit, &qkv[0], pass)?;
+        extended.write_units_before(unit, &qkv[1], 0, ws)?;
+        extended.write_units_after(unit, &qkv[0], ws)?;
         let [g, beta] = self.gates(a, b.as_ref(), &share, pass)?;
-        let gates = [extended.around(g, pass)?, extended.around(beta, pass)?];
-        extended.write_ones_before(&gates[1], pass)?;
+        let gates = [extended.around(g, ws)?, extended.around(beta, ws)?];
+        extended.write_ones_before(&gates[1], ws)?;
         let in_f32 = |skip| -> Result<Tensor, LayerError> {
-            let in_f32 = pass.workspace().alloc_f32(pass[skip].dims())?;
+            let in_f32 = ws.alloc_f32(pass[skip].dims())?;
             cast(&pass[skip], &in_f32)?;
             Ok(in_f32)
         };
@@ -199,24 +191,24 @@ impl LinearAttention {
         &self,
         operands: &RecurrenceOperands,
         extended: &ExtendedTokens,
-        pass: &ForwardPass<'_>,
+        ws: &Workspace,
     ) -> Result<AffineMap, LayerError> {
         let v = &operands.qkv[2];
         let (batch, rows, heads, value_dim) = v.dims4()?;
         let width = value_dim + self.shape.key_head_dim;
-        let values = pass.workspace().alloc_f32((batch, rows, heads, width))?;
+        let values = ws.alloc_f32((batch, rows, heads, width))?;
         elementwise::fill(&values, 0.0)?;
         let all = StridedBlock::contiguous(0, 0, value_dim);
         let all = |row_stride| StridedBlock { rows: batch * rows * heads, row_stride, ..all.clone() };
         let copy = BlockCopy { from: all(value_dim), to: all(width), accumulate: false };
         copy_blocks(&[v], &[&values], &[copy])?;
-        extended.write_units_before(1.0, &values, value_dim, pass)?;
-        let o = pass.workspace().alloc_f32(values.dims())?;
-        linear_attention::forward(&operands.with_values(&values), &o, None, pass.workspace())?;
+        extended.write_units_before(1.0, &values, value_dim, ws)?;
+        let o = ws.alloc_f32(values.dims())?;
+        linear_attention::forward(&operands.with_values(&values), &o, None, ws)?;
         elementwise::scale(&o, self.query_scale().recip())?;
-        let constant = extended.read_after(&o, 0..value_dim, pass)?;
-        let matrix = extended.read_after(&o, value_dim..width, pass)?;
-        pass.recycle([values, o]);
+        let constant = extended.read_after(&o, 0..value_dim, ws)?;
+        let matrix = extended.read_after(&o, value_dim..width, ws)?;
+        [values, o].into_iter().for_each(|tensor| ws.recycle(tensor));
         Ok(AffineMap { constant: Some(constant), matrix: Some(matrix) })
     }
 
@@ -225,9 +217,9 @@ impl LinearAttention {
         &self,
         o: &Tensor,
         extended: &ExtendedTokens,
-        pass: &ForwardPass<'_>,
+        ws: &Workspace,
     ) -> Result<Tensor, LayerError> {
-        let states = extended.read_after(o, 0..self.shape.value_head_dim, pass)?;
+        let states = extended.read_after(o, 0..self.shape.value_head_dim, ws)?;
         elementwise::scale(&states, self.query_scale().recip())?;
         Ok(states)
     }
@@ -254,12 +246,12 @@ impl LinearAttention {
 }
 
 /// The tensor in f32 or the type of the activations. One in another type is recycled.
-fn in_dtype(tensor: Tensor, dtype: DType, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+fn in_dtype(tensor: Tensor, dtype: DType, ws: &Workspace) -> Result<Tensor, LayerError> {
     if tensor.dtype() == dtype {
         return Ok(tensor);
     }
-    let other = alloc(tensor.dims(), dtype, pass)?;
+    let other = alloc(tensor.dims(), dtype, ws)?;
     cast(&tensor, &other)?;
-    pass.recycle([tensor]);
+    ws.recycle(tensor);
     Ok(other)
 }

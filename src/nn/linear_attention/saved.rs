@@ -1,7 +1,6 @@
 //! Saved state of linear attention.
 
 use super::mixed::Mixed;
-use super::passed::PassedStates;
 use crate::nn::ForwardPass;
 use candle_core::Tensor;
 use ulysses_kernels::tensor;
@@ -24,6 +23,15 @@ pub(super) struct HeadsSaved {
     /// The states at some tokens; `None` without heads.
     pub(super) states: Option<Tensor>,
     pub(super) passed: PassedStates,
+}
+
+/// What a rank keeps of the states that it passed on, in f32.
+#[derive(Default)]
+pub(super) struct PassedStates {
+    /// The state before its tokens; `None` on the first rank.
+    pub(super) before: Option<Tensor>,
+    /// T; `None` on the first and the last rank.
+    pub(super) matrix: Option<Tensor>,
 }
 
 impl LinearAttentionSaved {

@@ -2,14 +2,14 @@
 
 use super::rows::{Rows, copy_rows};
 use super::{ShardBlocks, ShardChain};
-use crate::nn::{ForwardPass, LayerError};
+use crate::nn::LayerError;
 use candle_core::{DType, Shape, Tensor};
 use std::cmp::Ordering;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::linear_attention::LinearAttentionLayout;
 use ulysses_kernels::strided_copy::StridedBlock;
-use ulysses_kernels::{Documents, elementwise};
+use ulysses_kernels::{Documents, Workspace, elementwise};
 
 /// What a module reads of other ranks' tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -126,34 +126,34 @@ impl ExtendedTokens {
     ///
     /// # Shapes
     /// `[batch, seq_local, …]` → `[batch, rows, …]`.
-    pub(in crate::nn) fn around(&self, own: Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
-        let all = alloc(self.dims(&own), own.dtype(), pass)?;
+    pub(in crate::nn) fn around(&self, own: Tensor, ws: &Workspace) -> Result<Tensor, LayerError> {
+        let all = alloc(self.dims(&own), own.dtype(), ws)?;
         elementwise::fill(&all, 0.0)?;
         copy_rows((&own, Rows::of_all(&own)), (&all, self.tokens(&all)))?;
-        pass.recycle([own]);
+        ws.recycle(own);
         Ok(all)
     }
 
     /// The inverse of [`around`](Self::around), which drops the other rows.
-    pub(in crate::nn) fn within(&self, all: Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+    pub(in crate::nn) fn within(&self, all: Tensor, ws: &Workspace) -> Result<Tensor, LayerError> {
         let mut dims = all.dims().to_vec();
         dims[1] = self.own().len();
-        let own = alloc(dims, all.dtype(), pass)?;
+        let own = alloc(dims, all.dtype(), ws)?;
         copy_rows((&all, self.tokens(&all)), (&own, Rows::of_all(&own)))?;
-        pass.recycle([all]);
+        ws.recycle(all);
         Ok(own)
     }
 
     /// Sets all rows but those of the tokens to zero.
-    pub(in crate::nn) fn clear_around(&self, all: &Tensor, pass: &ForwardPass<'_>) -> Result<(), LayerError> {
+    pub(in crate::nn) fn clear_around(&self, all: &Tensor, ws: &Workspace) -> Result<(), LayerError> {
         let mut dims = all.dims().to_vec();
         dims[1] = self.before.max(self.reach.state_rows);
-        let zeros = alloc(dims, all.dtype(), pass)?;
+        let zeros = alloc(dims, all.dtype(), ws)?;
         elementwise::fill(&zeros, 0.0)?;
         for rows in [Rows::new(all, 0, self.before), self.state_after(all)] {
             copy_rows((&zeros, Rows::new(&zeros, 0, rows.len())), (all, rows))?;
         }
-        pass.recycle([zeros]);
+        ws.recycle(zeros);
         Ok(())
     }
 
@@ -164,10 +164,10 @@ impl ExtendedTokens {
     pub(in crate::nn) fn extend(
         &self,
         tensors: &[Tensor],
-        pass: &ForwardPass<'_>,
+        ws: &Workspace,
     ) -> Result<Vec<Tensor>, LayerError> {
         let extended = |tensor: &Tensor| -> Result<Tensor, LayerError> {
-            let extended = pass.workspace().alloc(self.dims(tensor))?;
+            let extended = ws.alloc(self.dims(tensor))?;
             elementwise::fill(&extended, 0.0)?;
             Ok(extended)
         };
@@ -184,11 +184,11 @@ impl ExtendedTokens {
     pub(in crate::nn) fn reduce(
         &self,
         extended: &[Tensor],
-        pass: &ForwardPass<'_>,
+        ws: &Workspace,
     ) -> Result<Vec<Tensor>, LayerError> {
         let own = |tensor: &Tensor| -> Result<Tensor, LayerError> {
             let (_, _, heads, dim) = tensor.dims4()?;
-            Ok(pass.workspace().alloc((self.batch, self.own().len(), heads, dim))?)
+            Ok(ws.alloc((self.batch, self.own().len(), heads, dim))?)
         };
         let own = extended.iter().map(own).collect::<Result<Vec<_>, _>>()?;
         let [receive, send] = self.blocks(&own, extended);
@@ -246,10 +246,9 @@ impl ExtendedTokens {
 pub(in crate::nn) fn alloc(
     dims: impl Into<Shape>,
     dtype: DType,
-    pass: &ForwardPass<'_>,
+    ws: &Workspace,
 ) -> Result<Tensor, LayerError> {
-    let workspace = pass.workspace();
-    Ok(if dtype == DType::F32 { workspace.alloc_f32(dims)? } else { workspace.alloc(dims)? })
+    Ok(if dtype == DType::F32 { ws.alloc_f32(dims)? } else { ws.alloc(dims)? })
 }
 
 /// Tokens of a token's document before it; 0 after the last token.

@@ -2,11 +2,11 @@
 
 use super::rows::Rows;
 use super::{ExtendedTokens, ShardBlocks};
-use crate::nn::{ForwardPass, LayerError};
+use crate::nn::LayerError;
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
-use ulysses_kernels::{elementwise, linear};
+use ulysses_kernels::{Workspace, elementwise, linear};
 
 /// The state after a rank's tokens as a function of the state before them, `matrix · state + constant`, per sequence and head; or the
 /// gradient of the state before them as a function of that after them, with the transposed matrix.
@@ -38,14 +38,14 @@ impl ExtendedTokens {
         own: &AffineMap,
         dims: [[usize; 4]; 2],
         direction: Direction,
-        pass: &ForwardPass<'_>,
+        ws: &Workspace,
     ) -> Result<Option<Tensor>, LayerError> {
         let (rank, size) = (self.chain().rank(), self.num_ranks());
         let (senders, receivers): (Vec<usize>, _) = match direction {
             Direction::Forward => ((0..rank).collect(), rank + 1..size),
             Direction::Backward => ((rank + 1..size).rev().collect(), 0..rank),
         };
-        let alloc = |dims: [usize; 4]| pass.workspace().alloc_f32(dims.to_vec());
+        let alloc = |dims: [usize; 4]| ws.alloc_f32(dims.to_vec());
         let map = |index: usize| -> Result<Vec<Tensor>, LayerError> {
             let dims = if index == 0 { &dims[..1] } else { &dims };
             Ok(dims.iter().map(|dims| alloc(*dims)).collect::<Result<_, _>>()?)
@@ -66,7 +66,7 @@ impl ExtendedTokens {
         self.chain().exchange(&inputs, &outputs, blocks, is_backward)?;
         let mut state = None;
         for map in received {
-            state = Some(apply(map, state, direction, pass)?);
+            state = Some(apply(map, state, direction, ws)?);
         }
         Ok(state)
     }
@@ -84,13 +84,9 @@ impl ExtendedTokens {
     }
 
     /// The inverse of [`store_before`](Self::store_before).
-    pub(in crate::nn) fn read_before(
-        &self,
-        rows: &Tensor,
-        pass: &ForwardPass<'_>,
-    ) -> Result<Tensor, LayerError> {
+    pub(in crate::nn) fn read_before(&self, rows: &Tensor, ws: &Workspace) -> Result<Tensor, LayerError> {
         let (_, _, heads, dim) = rows.dims4()?;
-        read(rows, self.state_before(rows).matrices(heads, 0..dim), pass)
+        read(rows, self.state_before(rows).matrices(heads, 0..dim), ws)
     }
 
     /// The inverse of [`store_after`](Self::store_after), for some of the columns.
@@ -98,9 +94,9 @@ impl ExtendedTokens {
         &self,
         rows: &Tensor,
         columns: Range<usize>,
-        pass: &ForwardPass<'_>,
+        ws: &Workspace,
     ) -> Result<Tensor, LayerError> {
-        read(rows, self.state_after(rows).matrices(rows.dims()[2], columns), pass)
+        read(rows, self.state_after(rows).matrices(rows.dims()[2], columns), ws)
     }
 
     /// Writes `value` times the unit matrix to the rows of the state before the tokens, in the columns of each head from `first` on.
@@ -109,9 +105,9 @@ impl ExtendedTokens {
         value: f32,
         rows: &Tensor,
         first: usize,
-        pass: &ForwardPass<'_>,
+        ws: &Workspace,
     ) -> Result<(), LayerError> {
-        write_units(value, rows, self.state_before(rows).diagonals(rows.dims()[2], first), pass)
+        write_units(value, rows, self.state_before(rows).diagonals(rows.dims()[2], first), ws)
     }
 
     /// As [`write_units_before`](Self::write_units_before), after the tokens.
@@ -119,24 +115,20 @@ impl ExtendedTokens {
         &self,
         value: f32,
         rows: &Tensor,
-        pass: &ForwardPass<'_>,
+        ws: &Workspace,
     ) -> Result<(), LayerError> {
-        write_units(value, rows, self.state_after(rows).diagonals(rows.dims()[2], 0), pass)
+        write_units(value, rows, self.state_after(rows).diagonals(rows.dims()[2], 0), ws)
     }
 
     /// Sets the rows of the state before the tokens to 1.
-    pub(in crate::nn) fn write_ones_before(
-        &self,
-        rows: &Tensor,
-        pass: &ForwardPass<'_>,
-    ) -> Result<(), LayerError> {
+    pub(in crate::nn) fn write_ones_before(&self, rows: &Tensor, ws: &Workspace) -> Result<(), LayerError> {
         let before = self.state_before(rows);
         let mut dims = rows.dims().to_vec();
         dims[1] = before.len();
-        let ones = pass.workspace().alloc_f32(dims)?;
+        let ones = ws.alloc_f32(dims)?;
         elementwise::fill(&ones, 1.0)?;
         super::rows::copy_rows((&ones, Rows::of_all(&ones)), (rows, before))?;
-        pass.recycle([ones]);
+        ws.recycle(ones);
         Ok(())
     }
 }
@@ -146,7 +138,7 @@ fn apply(
     map: Vec<Tensor>,
     state: Option<Tensor>,
     direction: Direction,
-    pass: &ForwardPass<'_>,
+    ws: &Workspace,
 ) -> Result<Tensor, LayerError> {
     let mut map = map.into_iter();
     let constant = map.next().unwrap_or_else(|| unreachable!("every map has a constant"));
@@ -160,7 +152,8 @@ fn apply(
                 Direction::Backward => linear::backward_weight(&matrix?, &state?, &constant?)?,
             }
         }
-        pass.recycle([matrix, state]);
+        ws.recycle(matrix);
+        ws.recycle(state);
     }
     Ok(constant)
 }
@@ -174,9 +167,9 @@ fn store(matrices: &Tensor, rows: &Tensor, blocks: Vec<StridedBlock>) -> Result<
 }
 
 /// The inverse of [`store`].
-fn read(rows: &Tensor, blocks: Vec<StridedBlock>, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+fn read(rows: &Tensor, blocks: Vec<StridedBlock>, ws: &Workspace) -> Result<Tensor, LayerError> {
     let (key_dim, columns) = blocks.first().map_or((0, 0), |block| (block.rows, block.run));
-    let matrices = pass.workspace().alloc_f32((rows.dims()[0], blocks.len(), key_dim, columns))?;
+    let matrices = ws.alloc_f32((rows.dims()[0], blocks.len(), key_dim, columns))?;
     let copies: Vec<_> = with_packed(blocks)
         .map(|(block, packed)| BlockCopy { from: block, to: packed, accumulate: false })
         .collect();
@@ -199,15 +192,15 @@ fn write_units(
     value: f32,
     rows: &Tensor,
     blocks: Vec<StridedBlock>,
-    pass: &ForwardPass<'_>,
+    ws: &Workspace,
 ) -> Result<(), LayerError> {
-    let values = pass.workspace().alloc_f32(blocks.first().map_or(0, |block| block.rows))?;
+    let values = ws.alloc_f32(blocks.first().map_or(0, |block| block.rows))?;
     elementwise::fill(&values, value)?;
     let copy = |to: StridedBlock| {
         let from = StridedBlock { batch_stride: 0, ..to.packed_at(0) };
         BlockCopy { from, to, accumulate: false }
     };
     copy_blocks(&[&values], &[rows], &blocks.into_iter().map(copy).collect::<Vec<_>>())?;
-    pass.recycle([values]);
+    ws.recycle(values);
     Ok(())
 }
