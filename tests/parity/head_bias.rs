@@ -2,20 +2,20 @@
 
 use crate::support::compare::{assert_close, values};
 use crate::support::features::check_features;
-use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, by_name, layout};
-use crate::support::problems::{ADAMW, CONFIG, packed_batch, problem};
+use crate::support::mesh_run::{Layout, Problem, assert_matches, by_name, layout};
+use crate::support::problems::{CONFIG, packed_batch, problem};
 use crate::support::reference::{Family, ReferenceConfig, forward};
 use candle_core::Tensor;
 use serde_json::{Value, json};
 
 /// Phi with attention of grouped heads, of which half rotates.
 const WITH_BIAS: ReferenceConfig =
-    ReferenceConfig { family: Family::Phi, partial_rotary_factor: 0.5, head_dim: 8, ..CONFIG };
+    ReferenceConfig { family: Family::Phi, partial_rotary_factor: 0.5, hidden_size: 32, ..CONFIG };
 
-/// Packed documents on uneven shards.
+/// Packed documents on uneven shards. The bias of keys that do not rotate has a gradient of 0, whose rounding AdamW would magnify.
 fn with_bias(ulysses: &Value) -> Problem {
     let extra = json!({ "ulysses": ulysses });
-    Problem { rule: Rule::AdamW(ADAMW), extra, clip: Some(0.25), ..problem(WITH_BIAS, packed_batch()) }
+    Problem { extra, clip: Some(0.25), ..problem(WITH_BIAS, packed_batch()) }
 }
 
 fn layouts() -> impl Iterator<Item = Layout> {
