@@ -30,10 +30,10 @@ const ROUNDING: f64 = 2e-6;
 const MESHES: [&str; 6] =
     ["tp=2", "sp=2,tp=2", "pp=2,sp=2", "tp=3", "ring=2,ulysses=1,tp=2", "pp=2,dp=2,tp=2"];
 /// Families that are compared on all meshes; of the others, each is on one.
-const ON_ALL_MESHES: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
+const ON_ALL_MESHES: [&str; 5] = ["llama", "mistral", "qwen2", "qwen3", "deepseek_v3"];
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 59] = [
+const FAMILIES: [&str; 63] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -93,6 +93,10 @@ const FAMILIES: [&str; 59] = [
     "phi",
     "phi_norms",
     "gptj",
+    "deepseek_v3",
+    "deepseek_v2",
+    "youtu",
+    "minicpm3",
 ];
 
 fn main() -> ExitCode {

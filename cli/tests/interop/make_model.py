@@ -28,6 +28,17 @@ EQUAL_HEADS = {"head_dim": ABSENT, "num_key_value_heads": ABSENT}
 WITHOUT_ROPE = {"rope_parameters": ABSENT, "intermediate_size": ABSENT, **EQUAL_HEADS}
 # The number of layers is that of their list.
 WITHOUT_POSITIONS = {"rope_parameters": ABSENT, "num_hidden_layers": ABSENT}
+LATENT = {
+    "head_dim": ABSENT,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+    # Not that of the norms of latents.
+    "rms_norm_eps": 1e-2,
+}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 # Every rotary embedding and every variant of the block. Sequences have 40 tokens, so
@@ -254,6 +265,22 @@ FAMILIES = {
         "layer_norm_epsilon": 1e-3,
         **WITHOUT_POSITIONS,
     },
+    # Dense. Their values are narrower than their queries.
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 16,
+        },
+        "first_k_dense_replace": 3,
+        **LATENT,
+    },
+    "deepseek_v2": {"model_type": "deepseek_v2", "first_k_dense_replace": 3, **LATENT, "q_lora_rank": None},
+    "youtu": {"model_type": "youtu", "tie_word_embeddings": True, **LATENT},
+    "minicpm3": {"model_type": "minicpm3", "rope_parameters": {"rope_type": "linear", "factor": 4.0}, **LATENT},
     # Of these the language model is one part.
     "gemma3_vision": {"model_type": "gemma3", "mm_tokens_per_image": 4},
     "gemma4_vision": {"model_type": "gemma4", "image_token_id": 5, "video_token_id": 6, "audio_token_id": 7},
