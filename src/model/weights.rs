@@ -57,6 +57,14 @@ impl WeightSource for RandomWeights {
             Init::LogUniform { bounds: [low, high] } => {
                 self.draw(spec, range, out, |generator| (low + (high - low) * uniform(generator)).ln())
             }
+            Init::TimeSteps { bounds, floor } => {
+                let [low, high] = bounds.map(|bound| bound.max(f64::MIN_POSITIVE).ln());
+                self.draw(spec, range, out, |generator| {
+                    let step = (low + (high - low) * uniform(generator)).exp().max(floor);
+                    // The inverse of softplus.
+                    step + (-(-step).exp_m1()).ln()
+                });
+            }
         }
         Ok(())
     }

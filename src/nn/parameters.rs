@@ -23,6 +23,13 @@ pub enum Init {
         /// Bounds of the distribution, positive.
         bounds: [f64; 2],
     },
+    /// The biases of time steps, softplus(bias), of a log-uniform distribution: those of Mamba 2.
+    TimeSteps {
+        /// Bounds of the distribution, in any order.
+        bounds: [f64; 2],
+        /// Smaller time steps become this one, positive.
+        floor: f64,
+    },
     /// All ones.
     Ones,
     /// All zeros.

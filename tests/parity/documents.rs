@@ -14,7 +14,9 @@ use ulysses::engine::{Engine, initialize};
 use ulysses::memory::live_bytes;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, ModelConfig, RandomWeights, family, preset};
-use ulysses::nn::{LatentConfig, LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MixerConfig};
+use ulysses::nn::{
+    Init, LatentConfig, LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MixerConfig,
+};
 
 const SEQ_LEN: usize = 24;
 const LENS: [usize; 11] = [5, 11, 3, 24, 7, 2, 9, 19, 1, 4, 13];
@@ -86,6 +88,7 @@ fn hybrid() -> ModelConfig {
         conv_width: 4,
         kind: LinearAttentionKind::Mamba2(Mamba2Config {
             time_step_limits: [0.001, f64::INFINITY],
+            time_step_bias: Init::TimeSteps { bounds: [0.001, 0.1], floor: 1e-4 },
             conv_bias: true,
             projection_bias: false,
         }),

@@ -6,8 +6,8 @@ use super::reference::{latent_attention, linear_attention, mamba2, short_conv};
 use ulysses::kernels::rope::{Rope, Scaling};
 use ulysses::model::{ModelConfig, Multipliers, family};
 use ulysses::nn::{
-    AttentionConfig, LatentConfig, LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MixerConfig,
-    QkNorm, ShortConvConfig,
+    AttentionConfig, Init, LatentConfig, LinearAttentionConfig, LinearAttentionKind, Mamba2Config,
+    MixerConfig, QkNorm, ShortConvConfig,
 };
 
 /// The linear attention of the reference.
@@ -22,6 +22,7 @@ const LINEAR_ATTENTION: LinearAttentionConfig = LinearAttentionConfig {
 
 /// The Mamba 2 of the reference.
 fn mamba_config(config: &ReferenceConfig) -> LinearAttentionConfig {
+    let limits = mamba2::time_step_limits(config);
     LinearAttentionConfig {
         num_key_heads: config.mamba_groups(),
         num_value_heads: mamba2::HEADS,
@@ -29,7 +30,11 @@ fn mamba_config(config: &ReferenceConfig) -> LinearAttentionConfig {
         value_head_dim: mamba2::HEAD_DIM,
         conv_width: mamba2::CONV_WIDTH,
         kind: LinearAttentionKind::Mamba2(Mamba2Config {
-            time_step_limits: mamba2::time_step_limits(config),
+            time_step_limits: limits,
+            time_step_bias: match config.family {
+                Family::NemotronH => Init::TimeSteps { bounds: [limits[0], 0.1], floor: 1e-4 },
+                _ => Init::Ones,
+            },
             conv_bias: true,
             projection_bias: config.mamba_biases(),
         }),

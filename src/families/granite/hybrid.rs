@@ -7,7 +7,9 @@ use crate::families::{
     DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames,
     Multipliers, Sizes,
 };
-use crate::nn::{AttentionConfig, LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MlpProjections};
+use crate::nn::{
+    AttentionConfig, Init, LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MlpProjections,
+};
 use serde_json::{Value, json};
 
 pub(in crate::families) static GRANITE_HYBRID: Family = Family {
@@ -111,6 +113,7 @@ fn mamba(
         conv_width: size("mamba_d_conv", 4)?,
         kind: LinearAttentionKind::Mamba2(Mamba2Config {
             time_step_limits: file.time_step_limits()?,
+            time_step_bias: Init::Ones,
             conv_bias: file.flag_or_set("mamba_conv_bias")?,
             projection_bias: file.flag("mamba_proj_bias")?,
         }),
@@ -131,6 +134,7 @@ fn published(
         conv_width: 4,
         kind: LinearAttentionKind::Mamba2(Mamba2Config {
             time_step_limits: [0.0, f64::INFINITY],
+            time_step_bias: Init::Ones,
             conv_bias: true,
             projection_bias: false,
         }),

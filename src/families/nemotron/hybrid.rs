@@ -7,7 +7,7 @@ use crate::families::{
     DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, SingleBranchLayer, Sizes,
 };
 use crate::nn::{
-    AttentionConfig, AttentionProjections, BranchNorms, LinearAttentionConfig, LinearAttentionKind,
+    AttentionConfig, AttentionProjections, BranchNorms, Init, LinearAttentionConfig, LinearAttentionKind,
     Mamba2Config, MixerConfig, MlpProjections, QkvNames,
 };
 use serde_json::{Value, json};
@@ -54,6 +54,10 @@ const PATTERN: &str = "hybrid_override_pattern";
 const TYPES: [&str; 2] = ["layer_types", "layers_block_type"];
 const EPS: &str = "layer_norm_epsilon";
 
+/// The largest and the smallest initial time step, if the file has none.
+const MAX_STEP: f64 = 0.1;
+const MIN_STEP: f64 = 1e-4;
+
 /// A kind of layers, by its letter and by its names.
 const KINDS: [(char, &[&str]); 4] = [
     ('M', &["mamba", "linear_attention"]),
@@ -62,9 +66,9 @@ const KINDS: [(char, &[&str]); 4] = [
     ('E', &["moe"]),
 ];
 
-/// Fields of experts, which these models do not have, of kernels, initial values and generation, and `expand` and `mamba_proj_bias`,
+/// Fields of experts, which these models do not have, of kernels, initial values of weights and generation, and `expand` and `mamba_proj_bias`,
 /// which transformers does not read.
-const WITHOUT_EFFECT: [&str; 23] = [
+const WITHOUT_EFFECT: [&str; 21] = [
     "chunk_size",
     "expand",
     "mamba_proj_bias",
@@ -84,8 +88,6 @@ const WITHOUT_EFFECT: [&str; 23] = [
     "output_router_logits",
     "rescale_prenorm_residual",
     "routed_scaling_factor",
-    "time_step_floor",
-    "time_step_max",
     "topk_group",
     "use_mamba_kernels",
 ];
@@ -173,6 +175,11 @@ fn mamba(file: &HfConfig<'_>, is_used: bool) -> Result<LinearAttentionConfig, Mo
     if !(least.is_finite() && least >= 0.0) {
         return Err(file.error("time_step_min", "it must be a number from 0"));
     }
+    let positive = |key, default| match file.number(key, default)? {
+        number if number.is_finite() && number > 0.0 => Ok(number),
+        _ => Err(file.error(key, "it must be positive")),
+    };
+    let [most, floor] = [positive("time_step_max", MAX_STEP)?, positive("time_step_floor", MIN_STEP)?];
     Ok(LinearAttentionConfig {
         num_key_heads: groups,
         num_value_heads: heads,
@@ -181,6 +188,7 @@ fn mamba(file: &HfConfig<'_>, is_used: bool) -> Result<LinearAttentionConfig, Mo
         conv_width: size("conv_kernel", 4, MAX_WIDTH)?,
         kind: LinearAttentionKind::Mamba2(Mamba2Config {
             time_step_limits: [least, f64::INFINITY],
+            time_step_bias: Init::TimeSteps { bounds: [least, most], floor },
             conv_bias: file.flag_or_set("use_conv_bias")?,
             projection_bias: file.flag("use_bias")?,
         }),
@@ -217,6 +225,7 @@ fn published(sizes: Sizes, mamba_head_dim: usize, pattern: &str) -> ModelConfig 
         conv_width: 4,
         kind: LinearAttentionKind::Mamba2(Mamba2Config {
             time_step_limits: [0.001, f64::INFINITY],
+            time_step_bias: Init::TimeSteps { bounds: [0.001, MAX_STEP], floor: MIN_STEP },
             conv_bias: true,
             projection_bias: false,
         }),
@@ -248,6 +257,10 @@ fn write(config: &ModelConfig, json: &mut Value) {
     json["mamba_head_dim"] = json!(linear.value_head_dim);
     json["conv_kernel"] = json!(linear.conv_width);
     json["time_step_min"] = json!(mamba.time_step_limits[0]);
+    if let Init::TimeSteps { bounds: [_, most], floor } = mamba.time_step_bias {
+        json["time_step_max"] = json!(most);
+        json["time_step_floor"] = json!(floor);
+    }
     json["use_conv_bias"] = json!(mamba.conv_bias);
     json["use_bias"] = json!(mamba.projection_bias);
 }

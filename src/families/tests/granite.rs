@@ -15,6 +15,7 @@ pub(super) fn descriptions() -> [ModelConfig; 2] {
         conv_width: 3,
         kind: LinearAttentionKind::Mamba2(Mamba2Config {
             time_step_limits,
+            time_step_bias: Init::Ones,
             conv_bias: !projection_bias,
             projection_bias,
         }),

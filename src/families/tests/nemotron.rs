@@ -1,12 +1,14 @@
 //! Descriptions of Nemotron-H.
 
 use super::*;
+use crate::model::{RandomWeights, WeightSource};
 use crate::nn::Mamba2Config;
 
 /// All kinds of layers, with and without biases.
 pub(super) fn descriptions() -> [ModelConfig; 2] {
     let config = of_family("nemotron_h").with_num_layers(4);
     [(false, 2), (true, 1)].map(|(biases, groups)| {
+        let least = if biases { 0.25 } else { 0.0 };
         let mamba = LinearAttentionConfig {
             num_key_heads: groups,
             num_value_heads: 6,
@@ -14,7 +16,8 @@ pub(super) fn descriptions() -> [ModelConfig; 2] {
             value_head_dim: 8,
             conv_width: 3,
             kind: LinearAttentionKind::Mamba2(Mamba2Config {
-                time_step_limits: [if biases { 0.25 } else { 0.0 }, f64::INFINITY],
+                time_step_limits: [least, f64::INFINITY],
+                time_step_bias: Init::TimeSteps { bounds: [least, 0.4], floor: 0.02 },
                 conv_bias: !biases,
                 projection_bias: biases,
             }),
@@ -82,6 +85,30 @@ fn the_published_file_is_the_known_model() {
     assert_eq!(names(7), "mixer.q_proj mixer.k_proj mixer.v_proj mixer.o_proj norm");
 }
 
+/// As transformers draws them; Granite's are softplus(1).
+#[test]
+fn time_steps_of_a_new_model_are_log_uniform_within_their_bounds() {
+    let steps = |least: f64, floor: f64| {
+        let mut json = published();
+        (json["time_step_min"], json["time_step_floor"]) = (json!(least), json!(floor));
+        let config = read(&json).unwrap();
+        let layer = (config.family.block)(&config, 0);
+        let spec = layer.parameters().iter().find(|spec| spec.name.ends_with("dt_bias")).unwrap();
+        let mut biases = vec![0.0; spec.numel()];
+        RandomWeights { seed: 1 }.read(spec, 0..spec.numel(), &mut biases).unwrap();
+        biases.into_iter().map(|bias| f64::from(bias).exp().ln_1p()).collect::<Vec<_>>()
+    };
+    let drawn = steps(0.001, 1e-4);
+    assert!(drawn.iter().all(|step| (0.000_999..0.1001).contains(step)), "{drawn:?}");
+    // Half of the logarithms are below the mean of those of the bounds: of 128, 64 ± 23 are.
+    let small = drawn.iter().filter(|step| **step < 0.01).count();
+    assert!((41..=87).contains(&small), "{small}");
+    let clamped = steps(0.001, 0.02);
+    let pairs = || drawn.iter().zip(&clamped);
+    assert!(pairs().all(|(drawn, clamped)| (drawn.max(0.02) / clamped - 1.0).abs() < 1e-4), "{clamped:?}");
+    assert!(steps(0.0, 0.02).iter().all(|step| (0.0199..0.1001).contains(step)));
+}
+
 #[test]
 fn heads_that_do_not_rotate_may_have_an_odd_size() {
     let mut json = published();
@@ -127,6 +154,8 @@ fn what_is_not_a_dense_hybrid_of_nemotron_is_refused() {
         ("sliding_window", json!(512)),
         ("tie_word_embeddings", json!(true)),
         ("time_step_limit", json!([0.0, 0.1])),
+        ("time_step_floor", json!(0.0)),
+        ("time_step_max", json!(-0.1)),
         ("time_step_min", json!(-1.0)),
     ] {
         let mut json = published();

@@ -1,6 +1,6 @@
 //! Sizes and kind of a linear attention.
 
-use crate::nn::{GroupedHeads, HeadKind};
+use crate::nn::{GroupedHeads, HeadKind, Init};
 
 /// The heads of a layer's linear attention, its convolution, and its kind.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -33,6 +33,8 @@ pub enum LinearAttentionKind {
 pub struct Mamba2Config {
     /// The smallest and the largest time step.
     pub time_step_limits: [f64; 2],
+    /// Initial biases of the time steps.
+    pub time_step_bias: Init,
     /// Whether the convolution has a bias.
     pub conv_bias: bool,
     /// Whether the projections have biases.

@@ -129,7 +129,7 @@ impl LinearAttention {
         [init, out_init]: [Init; 2],
     ) -> Self {
         let LinearAttentionConfig { num_key_heads, num_value_heads: heads, conv_width, .. } = shape;
-        let Mamba2Config { conv_bias, projection_bias, .. } = options;
+        let Mamba2Config { time_step_bias, conv_bias, projection_bias, .. } = options;
         let named = |part: &str| format!("{name}.{part}");
         let (key_dim, value_dim, num_channels) =
             (shape.key_dim(), shape.value_dim(), 2 * shape.key_dim() + shape.value_dim());
@@ -148,7 +148,7 @@ impl LinearAttention {
             conv.add_bias(parameters, &conv1d, num_channels);
         }
         let mut of_heads = |part: &str, init| parameters.add(&named(part), [heads], init);
-        let dt_bias = of_heads("dt_bias", Init::Ones);
+        let dt_bias = of_heads("dt_bias", time_step_bias);
         let a_log = of_heads("A_log", Init::LogUniform { bounds: MAMBA_DECAYS });
         let skip = Some(of_heads("D", Init::Ones));
         let groups = [num_key_heads, value_dim / num_key_heads];

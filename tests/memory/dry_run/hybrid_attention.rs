@@ -4,7 +4,7 @@
 use super::{Case, case};
 use serde_json::{Value, json};
 use ulysses::model::{ModelConfig, Multipliers, family, shape};
-use ulysses::nn::{LatentConfig, LinearAttentionKind, MixerConfig, ShortConvConfig};
+use ulysses::nn::{Init, LatentConfig, LinearAttentionKind, MixerConfig, ShortConvConfig};
 
 /// Three layers with linear attention of two key and four value heads, one with a gate.
 fn hybrid() -> ModelConfig {
@@ -44,6 +44,7 @@ fn single_branches() -> ModelConfig {
         if let MixerConfig::LinearAttention(linear) = layer {
             let LinearAttentionKind::Mamba2(mamba) = &mut linear.kind else { continue };
             mamba.time_step_limits[0] = 0.001;
+            mamba.time_step_bias = Init::TimeSteps { bounds: [0.001, 0.1], floor: 1e-4 };
         }
     }
     model.layers = model.layers.into_iter().flat_map(|layer| [layer, MixerConfig::Mlp]).collect();
