@@ -31,12 +31,14 @@ fn hybrid(family: Family, qkv_bias: bool, ulysses: Value) -> Problem {
 /// Uneven shards, of 2 tokens at least: with more ranks than heads, and a convolution that reads tokens of several ranks.
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (1, 5), (1, 8)];
-    let with_stages = meshes.into_iter().flat_map(|(dp, sp)| [0, 1, 2, 3].map(|stage| layout(dp, sp, stage)));
+    let with_stages = meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)));
     let pipelines = [(1, 2), (2, 2), (1, 3)].map(|(dp, sp)| Layout { pp: 2, ..layout(dp, sp, 1) });
     let divided = [(1, 2, 2), (2, 2, 2), (1, 3, 2), (1, 2, 3), (1, 2, 4)];
     let divided = divided.map(|(dp, sp, tp)| Layout { tp, ..layout(dp, sp, 3) });
-    let all = with_stages.chain(pipelines).chain(divided);
-    all.flat_map(|layout| [1, 2].map(|accumulation| Layout { accumulation, ..layout }))
+    with_stages
+        .chain(pipelines)
+        .chain(divided)
+        .map(|layout| Layout { accumulation: 1 + layout.dp % 2, ..layout })
 }
 
 #[test]
