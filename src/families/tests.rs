@@ -26,8 +26,8 @@ pub(crate) fn config() -> ModelConfig {
 
 /// A description with the defaults of its family.
 fn of_family(model_type: &str) -> ModelConfig {
-    // The file of GPT-J has no size of heads.
-    let hidden_size = if model_type == "gptj" { 32 } else { 24 };
+    // The files of GPT-J and Phi have no size of heads, of which a part rotates.
+    let hidden_size = if ["gptj", "phi"].contains(&model_type) { 32 } else { 24 };
     read(&ModelConfig { family: family(model_type).unwrap(), hidden_size, ..config() }.to_hf_json()).unwrap()
 }
 
