@@ -63,6 +63,13 @@ bench-peer *args:
     cargo build --release
     target/peer/bin/python benches/peer/compare.py {{args}}
 
+# ulysses against transformers on the CPU, by family, which it installs into `target/interop`: `just bench-families "gated delta rule"`.
+bench-families *args:
+    python3 -m venv target/interop
+    target/interop/bin/pip install --quiet torch transformers
+    cargo build --release
+    target/interop/bin/python benches/peer/families.py {{args}}
+
 # Validates the manifests of configs/clusters against the CRDs of the MPI operator and the training operator: two files of their repositories.
 manifests mpijobs_crd pytorchjobs_crd:
     python3 -m venv target/manifests

@@ -80,7 +80,7 @@ fn descriptions() -> Vec<ModelConfig> {
     cohere.attention_layers_mut().next().unwrap().rope = Some(Rope { interleaved: true, ..300.0.into() });
     cohere.attention_layers_mut().next().unwrap().window = Some(7);
     cohere.multipliers.logits = 0.25;
-    let phi1 = of_family("phi").with_rope(|rope| rope.partial_rotary_factor = 0.25);
+    let phi1 = of_family("phi").with_rope(|rope| rope.partial_rotary_factor = 0.75);
     let phi1 = phi1.with_attention(|layer| layer.qk_norm = Some(QkNorm::Head));
     let gptj = of_family("gptj").with_rope(|rope| rope.partial_rotary_factor = 0.5);
     let neox = of_family("gpt_neox")
