@@ -130,7 +130,7 @@ pub enum MeshShapeError {
     StatePassing {
         /// The setting that divides tokens otherwise.
         feature: String,
-        /// What to change.
+        /// The other setting that may be changed instead.
         remedy: &'static str,
     },
     /// More ranks than are supported.

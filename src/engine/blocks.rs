@@ -16,7 +16,7 @@ pub(super) struct SharedAttention {
     pub(super) attention: Arc<dyn Attention>,
     /// The exchange of heads for other modules that read whole sequences; `None` for one rank.
     pub(super) heads: Option<Arc<dyn HeadExchange>>,
-    /// What replaces it, if states are passed on.
+    /// The chain of ranks that pass on states instead, if the config says so.
     pub(super) chain: Option<Arc<dyn ShardChain>>,
     /// How the ranks share each sequence.
     pub(super) sharding: SeqSharding,

@@ -102,7 +102,7 @@ impl HfConfig<'_> {
         }
     }
 
-    /// What norms add to the mean square, if its key is not that of [`decoder`](Self::decoder).
+    /// The epsilon of the norms, if its key is not that of [`decoder`](Self::decoder).
     pub(crate) fn eps(&self, key: &'static str, default: f64) -> Result<f64, ModelError> {
         match self.number(key, default)? {
             eps if eps.is_finite() && eps >= 0.0 => Ok(eps),

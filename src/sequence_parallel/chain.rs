@@ -1,4 +1,4 @@
-//! [`SequenceChain`]: what passes between the ranks of a sequence around recurrences and convolutions.
+//! [`SequenceChain`]: sends states and tokens between the ranks of a sequence, for recurrences and convolutions.
 
 use super::{ExchangeVolume, SequenceParallelError};
 use crate::comm::{ProcessGroup, RecvBlock, StridedPlan};
@@ -52,7 +52,7 @@ impl ShardChain for SequenceChain {
     }
 }
 
-/// What a module passes on, for its volume.
+/// The sizes of a module whose ranks pass on states and tokens.
 struct Passed {
     /// Channels of the convolution, and the tokens before a token that it reads.
     channels: usize,

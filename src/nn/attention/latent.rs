@@ -1,6 +1,6 @@
-//! The sizes of a latent attention.
+//! The options of latent attention.
 
-/// What multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) has in addition to heads. Of the `head_dim` elements of each query
+/// The sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), in addition to its heads. Of the `head_dim` elements of each query
 /// and key, the last `rope_head_dim` rotate; all heads have those of one key.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LatentConfig {

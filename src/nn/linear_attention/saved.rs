@@ -25,7 +25,7 @@ pub(super) struct HeadsSaved {
     pub(super) passed: PassedStates,
 }
 
-/// What a rank keeps of the states that it passed on, in f32.
+/// States of a rank that passes them on, kept for the backward pass, in f32.
 #[derive(Default)]
 pub(super) struct PassedStates {
     /// The state before its tokens; `None` on the first rank.

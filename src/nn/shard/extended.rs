@@ -11,7 +11,7 @@ use ulysses_kernels::linear_attention::LinearAttentionLayout;
 use ulysses_kernels::strided_copy::StridedBlock;
 use ulysses_kernels::{Documents, Workspace, elementwise};
 
-/// What a module reads of other ranks' tokens.
+/// The tokens and states of other ranks that a module reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::nn) struct Reach {
     /// Tokens before a token that its convolution reads.

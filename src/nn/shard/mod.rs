@@ -15,7 +15,7 @@ use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::strided_copy::StridedBlock;
 
-/// What a rank sends to and receives from each rank of its sequences.
+/// The blocks that a rank sends to and receives from each rank of its sequences.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ShardBlocks {
     /// Blocks of the inputs, by receiver. The k-th for a rank has the shape of the k-th that it receives from this one.
