@@ -1,7 +1,7 @@
 //! An output projection with a bias (Phi, GPT-J) against the independent f64 reference, on every mesh.
 
 use crate::support::compare::{assert_close, values};
-use crate::support::features::check_features;
+use crate::support::features::{check_features, layouts_with};
 use crate::support::mesh_run::{Layout, Problem, assert_matches, by_name, layout};
 use crate::support::problems::{CONFIG, packed_batch, problem};
 use crate::support::reference::{Family, ReferenceConfig, forward};
@@ -18,19 +18,6 @@ fn with_bias(ulysses: &Value) -> Problem {
     Problem { extra, clip: Some(0.25), ..problem(WITH_BIAS, packed_batch()) }
 }
 
-fn layouts() -> impl Iterator<Item = Layout> {
-    let meshes = [(1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (1, 4), (1, 5)];
-    let with_stages = meshes.into_iter().flat_map(|(dp, sp)| [0, 1, 2, 3].map(|stage| layout(dp, sp, stage)));
-    let pipelines = [(1, 1), (2, 1), (1, 3)].map(|(dp, sp)| Layout { pp: 2, ..layout(dp, sp, 1) });
-    let divided = [(1, 1, 2), (1, 2, 2), (2, 1, 3), (1, 2, 3), (1, 1, 4)];
-    let divided = divided.map(|(dp, sp, tp)| Layout { tp, ..layout(dp, sp, 3) });
-    let rings = [(2, 2, 1), (2, 4, 1), (3, 3, 1), (2, 2, 2)];
-    let rings = rings.map(|(ring, sp, tp)| Layout { ring, tp, ..layout(1, sp, 2) });
-    let all = with_stages.chain(pipelines).chain(divided).chain(rings);
-    all.chain([Layout { pp: 2, tp: 2, ..layout(1, 2, 1) }])
-        .flat_map(|layout| [1, 2].map(|accumulation| Layout { accumulation, ..layout }))
-}
-
 #[test]
 fn a_bias_in_the_head_is_the_same_on_every_mesh_with_and_without_features() {
     let features = [
@@ -39,7 +26,8 @@ fn a_bias_in_the_head_is_the_same_on_every_mesh_with_and_without_features() {
         json!({ "activation_checkpointing": true, "loss_tile_tokens": 3 }),
         json!({ "tile_tokens": 5, "head_chunks": 2, "overlap_exchange": true }),
     ];
-    check_features(&features.each_ref().map(with_bias), layouts());
+    let layouts = layouts_with(&[(1, 1, 2), (2, 1, 2), (1, 3, 2)]);
+    check_features(&features.each_ref().map(with_bias), layouts.into_iter());
 }
 
 #[test]

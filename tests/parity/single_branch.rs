@@ -1,6 +1,6 @@
 //! Layers of one branch (Nemotron-H) against the independent f64 reference: Mamba 2, attention or an MLP alone, on every mesh.
 
-use crate::support::features::check_features;
+use crate::support::features::{check_features, layouts_with};
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
 use crate::support::problems::{ADAMW, CONFIG, packed_batch, problem};
 use crate::support::reference::{Family, ReferenceConfig};
@@ -12,21 +12,6 @@ const HYBRID: ReferenceConfig = ReferenceConfig { family: Family::NemotronH, num
 /// Packed documents, some shorter than the convolution, on uneven shards.
 fn hybrid(extra: Value) -> Problem {
     Problem { rule: Rule::AdamW(ADAMW), extra, clip: Some(0.25), ..problem(HYBRID, packed_batch()) }
-}
-
-fn layouts() -> impl Iterator<Item = Layout> {
-    let meshes = [(1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (1, 4), (1, 5)];
-    let with_stages = meshes.into_iter().flat_map(|(dp, sp)| [0, 1, 2, 3].map(|stage| layout(dp, sp, stage)));
-    // Of four stages, two have an MLP alone.
-    let pipelines = [(1, 1, 2), (2, 1, 2), (1, 3, 2), (1, 1, 4), (1, 2, 4)];
-    let pipelines = pipelines.map(|(dp, sp, pp)| Layout { pp, ..layout(dp, sp, 1) });
-    let divided = [(1, 1, 2), (1, 2, 2), (2, 1, 3), (1, 2, 3), (1, 1, 4)];
-    let divided = divided.map(|(dp, sp, tp)| Layout { tp, ..layout(dp, sp, 3) });
-    let rings = [(2, 2, 1), (2, 4, 1), (3, 3, 1), (2, 2, 2)];
-    let rings = rings.map(|(ring, sp, tp)| Layout { ring, tp, ..layout(1, sp, 2) });
-    let all = with_stages.chain(pipelines).chain(divided).chain(rings);
-    all.chain([Layout { pp: 2, tp: 2, ..layout(1, 2, 1) }])
-        .flat_map(|layout| [1, 2].map(|accumulation| Layout { accumulation, ..layout }))
 }
 
 #[test]
@@ -42,7 +27,9 @@ fn layers_of_one_branch_are_the_same_on_every_mesh_with_and_without_features() {
         "activation_checkpointing": { "cpu_checkpointing": true },
     });
     let problems: Vec<_> = features.chain([offloaded]).map(hybrid).collect();
-    check_features(&problems, layouts());
+    // Of four stages, two have an MLP alone.
+    let layouts = layouts_with(&[(1, 1, 2), (2, 1, 2), (1, 3, 2), (1, 1, 4), (1, 2, 4)]);
+    check_features(&problems, layouts.into_iter());
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! GPT-2 (Radford et al. 2019): learned position embeddings, and weights `[in, out]`.
 
-use super::with_layer_norm;
-use crate::families::read::remove_fields;
+use super::{read_sizes, with_layer_norm, write_sizes};
 use crate::families::{
     DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
 };
@@ -68,43 +67,20 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
             "this version has the same factor on the logits of attention in every layer: it must be false";
         return Err(file.error("scale_attn_by_inverse_layer_idx", expected));
     }
-    let (hidden_size, num_heads) = (file.size("n_embd")?, file.size("n_head")?);
-    if num_heads == 0 || !hidden_size.is_multiple_of(num_heads) {
-        return Err(file.error("n_head", &format!("it must divide n_embd = {hidden_size}")));
-    }
-    let intermediate_size = file.optional_size("n_inner")?.unwrap_or(4 * hidden_size);
-    let sizes = [hidden_size, file.num_layers("n_layer")?, num_heads, num_heads, intermediate_size];
     let config = ModelConfig {
         vocab_size: file.size("vocab_size")?,
         rms_norm_eps: file.eps("layer_norm_epsilon", 1e-5)?,
         learned_positions: Some(file.size("n_positions")?),
         initializer_range: file.number("initializer_range", 0.02)?,
         tie_word_embeddings: file.flag("tie_word_embeddings")?,
-        ..published(sizes)
+        ..published(read_sizes(file)?)
     };
     Ok(file.tied_by_default(config))
 }
 
 fn write(config: &ModelConfig, json: &mut Value) {
-    const OTHERS: [&str; 9] = [
-        "hidden_act",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-    ];
-    remove_fields(json, &OTHERS);
-    json["activation_function"] = json!("gelu_new");
-    json["n_embd"] = json!(config.hidden_size);
-    json["n_inner"] = json!(config.intermediate_size);
-    json["n_layer"] = json!(config.num_layers());
-    json["n_head"] = json!(config.attention_layers().next().map(|layer| layer.num_heads));
+    write_sizes(config, json);
     json["n_positions"] = json!(config.learned_positions.unwrap_or(1024));
-    json["layer_norm_epsilon"] = json!(config.rms_norm_eps);
 }
 
 fn published(sizes: Sizes) -> ModelConfig {

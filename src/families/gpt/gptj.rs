@@ -1,7 +1,7 @@
 //! GPT-J (Wang & Komatsuzaki 2021): attention and MLP side by side behind one LayerNorm; neighboring elements rotate as pairs, those
 //! of a part of each head; biases in the MLP and the output projection.
 
-use super::with_layer_norm;
+use super::{read_sizes, with_layer_norm, write_sizes};
 use crate::families::read::remove_fields;
 use crate::families::{
     DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, ParallelDecoderLayer,
@@ -58,18 +58,13 @@ const UNUSED: [&str; 9] = [
 fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     file.check_activation("activation_function", "gelu_new")?;
     file.accept(&UNUSED);
-    let (hidden_size, num_heads) = (file.size("n_embd")?, file.size("n_head")?);
-    if num_heads == 0 || !hidden_size.is_multiple_of(num_heads) {
-        return Err(file.error("n_head", &format!("it must divide n_embd = {hidden_size}")));
-    }
+    let sizes @ [hidden_size, _, num_heads, ..] = read_sizes(file)?;
     let head_dim = hidden_size / num_heads;
     let rotary_dim = if file.has("rotary_dim") { file.size("rotary_dim")? } else { 64 };
     if !(2..=head_dim).contains(&rotary_dim) || !rotary_dim.is_multiple_of(2) {
         let expected = format!("it must be even, and at most n_embd / n_head = {head_dim}");
         return Err(file.error("rotary_dim", &expected));
     }
-    let intermediate_size = file.optional_size("n_inner")?.unwrap_or(4 * hidden_size);
-    let sizes = [hidden_size, file.num_layers("n_layer")?, num_heads, num_heads, intermediate_size];
     Ok(ModelConfig {
         vocab_size: file.size("vocab_size")?,
         rms_norm_eps: file.eps("layer_norm_epsilon", 1e-5)?,
@@ -80,27 +75,10 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
 }
 
 fn write(config: &ModelConfig, json: &mut Value) {
-    const OTHERS: [&str; 10] = [
-        "hidden_act",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-        "partial_rotary_factor",
-    ];
-    remove_fields(json, &OTHERS);
+    write_sizes(config, json);
+    remove_fields(json, &["partial_rotary_factor"]);
     let attention = config.attention_layers().next();
-    json["activation_function"] = json!("gelu_new");
-    json["n_embd"] = json!(config.hidden_size);
-    json["n_inner"] = json!(config.intermediate_size);
-    json["n_layer"] = json!(config.num_layers());
-    json["n_head"] = json!(attention.map(|layer| layer.num_heads));
     json["rotary_dim"] = json!(attention.and_then(|layer| Some(layer.rope?.rotary_dim(layer.head_dim))));
-    json["layer_norm_epsilon"] = json!(config.rms_norm_eps);
 }
 
 fn published(sizes: Sizes, rotary_dim: usize) -> ModelConfig {
