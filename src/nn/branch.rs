@@ -1,7 +1,7 @@
 //! The place of a module in the residual stream.
 
 use super::{
-    BackwardPass, ForwardPass, LayerError, Linear, NormConfig, ParameterList, RmsNorm, token_dims, token_rows,
+    BackwardPass, ForwardPass, LayerError, Linear, Norm, NormConfig, ParameterList, token_dims, token_rows,
 };
 use candle_core::Tensor;
 use ulysses_kernels::{elementwise, strided_copy};
@@ -11,8 +11,8 @@ use ulysses_kernels::{elementwise, strided_copy};
 /// If nothing is between the module and the sum, the module adds to a copy of `x` in its last matmul.
 #[derive(Debug)]
 pub struct Branch {
-    before: Option<RmsNorm>,
-    after: Option<RmsNorm>,
+    before: Option<Norm>,
+    after: Option<Norm>,
     multiplier: f64,
     residual: Residual,
 }
@@ -46,7 +46,7 @@ impl Branch {
         norm: NormConfig,
         multiplier: f64,
     ) -> Self {
-        let mut add = |name| RmsNorm::new(parameters, name, hidden_size, norm);
+        let mut add = |name| Norm::new(parameters, name, hidden_size, norm);
         Self {
             before: names.before.map(&mut add),
             after: names.after.map(add),

@@ -2,7 +2,7 @@
 //!
 //! - [`Layer`]: the trait that the engine calls; [`AutogradLayer`] runs any block written with candle ops.
 //! - [`ParameterList`]: the parameters of a layer. A module keeps a [`Parameter`] for each of its own.
-//! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`LatentAttention`], [`LinearAttention`], [`ShortConv`], [`GatedMlp`]: the modules of a block;
+//! - [`Linear`], [`Norm`], [`SelfAttention`], [`LatentAttention`], [`LinearAttention`], [`ShortConv`], [`Mlp`]: the modules of a block;
 //!   a [`Branch`] joins one to the residual stream. A [`TokenMixer`] is one of those that mix tokens.
 //! - [`HeadExchange`]: tokens for heads, and back, around a module that reads whole sequences.
 //! - [`InputLayer`]: what comes before the layers, an [`Embedding`], also with [`LearnedPositions`], or [`Features`] of the
@@ -23,7 +23,6 @@ mod context;
 mod deferred;
 mod embedding;
 mod error;
-mod gated_mlp;
 mod head_exchange;
 mod input;
 mod latent_attention;
@@ -31,8 +30,9 @@ mod layer;
 mod learned_positions;
 mod linear;
 mod linear_attention;
+mod mlp;
+mod norm;
 mod parameters;
-mod rms_norm;
 mod shard;
 mod short_conv;
 mod sum_node;
@@ -56,7 +56,6 @@ pub use context::{LayerContext, Tiling, TokenLayout};
 pub use deferred::DeferredGradients;
 pub use embedding::Embedding;
 pub use error::LayerError;
-pub use gated_mlp::{GatedMlp, MlpProjections, MlpSaved};
 pub use head_exchange::{ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare};
 pub use input::{Features, InputLayer};
 pub use latent_attention::{LatentAttention, LatentAttentionSaved};
@@ -67,8 +66,9 @@ pub(crate) use linear::{add_bias, add_bias_gradient};
 pub use linear_attention::{
     LinearAttention, LinearAttentionConfig, LinearAttentionKind, LinearAttentionSaved, Mamba2Config,
 };
+pub use mlp::{Mlp, MlpProjections, MlpSaved};
+pub use norm::{Norm, NormConfig};
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
-pub use rms_norm::{NormConfig, RmsNorm};
 pub use shard::{ShardBlocks, ShardChain};
 pub use short_conv::{ShortConv, ShortConvConfig, ShortConvSaved};
 pub use tensor_parallel::{ParallelStyle, TensorRank, TokenExchange};

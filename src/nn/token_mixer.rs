@@ -6,9 +6,9 @@ pub use checkpoint::MixerKept;
 
 use super::{
     AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch,
-    ForwardPass, GatedMlp, GroupedHeads, LatentAttention, LatentAttentionSaved, LayerError, LinearAttention,
-    LinearAttentionConfig, LinearAttentionSaved, MlpProjections, MlpSaved, NormConfig, ParameterList, Saves,
-    SelfAttention, ShortConv, ShortConvConfig, ShortConvSaved, TensorRank, WeightSpec,
+    ForwardPass, GroupedHeads, LatentAttention, LatentAttentionSaved, LayerError, LinearAttention,
+    LinearAttentionConfig, LinearAttentionSaved, Mlp, MlpProjections, MlpSaved, NormConfig, ParameterList,
+    Saves, SelfAttention, ShortConv, ShortConvConfig, ShortConvSaved, TensorRank, WeightSpec,
 };
 use candle_core::Tensor;
 use ulysses_kernels::glu::Activation;
@@ -136,7 +136,7 @@ pub enum TokenMixer {
     /// Gated short convolution.
     ShortConv(ShortConv),
     /// An MLP in its place, which mixes none.
-    Mlp(GatedMlp),
+    Mlp(Mlp),
 }
 
 /// The state of a [`TokenMixer`]: of one head chunk of an attention, or of all.
@@ -154,7 +154,7 @@ pub enum MixerSaved {
 }
 
 impl TokenMixer {
-    /// Adds the projections, as [`SelfAttention::new`], [`LatentAttention::new`], [`LinearAttention::new`], [`ShortConv::new`] or [`GatedMlp::new`].
+    /// Adds the projections, as [`SelfAttention::new`], [`LatentAttention::new`], [`LinearAttention::new`], [`ShortConv::new`] or [`Mlp::new`].
     pub fn new(
         parameters: &mut ParameterList,
         MixerParts { attention, mamba, mlp, activation }: MixerParts,
@@ -179,7 +179,7 @@ impl TokenMixer {
                 Self::ShortConv(ShortConv::new(parameters, hidden, shape, inits))
             }
             MixerConfig::Mlp => {
-                Self::Mlp(GatedMlp::new(parameters, mlp, activation, [hidden, intermediate], weights))
+                Self::Mlp(Mlp::new(parameters, mlp, activation, [hidden, intermediate], weights))
             }
         }
     }

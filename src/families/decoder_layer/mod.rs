@@ -11,9 +11,9 @@ pub use single_branch::SingleBranchLayer;
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionProjections, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init, Layer, LayerError,
-    MixerConfig, MixerKept, MixerParts, MlpProjections, Parameter, ParameterList, TensorRank, TokenMixer,
-    WeightLayout, WeightSpec, recycle_unless,
+    AttentionProjections, BackwardPass, Branch, BranchNorms, ForwardPass, Init, Layer, LayerError,
+    MixerConfig, MixerKept, MixerParts, Mlp, MlpProjections, Parameter, ParameterList, TensorRank,
+    TokenMixer, WeightLayout, WeightSpec, recycle_unless,
 };
 use block::{Block, BlockOutputs, SavedBlock, foreign};
 use candle_core::Tensor;
@@ -38,7 +38,7 @@ pub struct DecoderLayer {
     attention_branch: Branch,
     mixer: TokenMixer,
     mlp_branch: Branch,
-    mlp: GatedMlp,
+    mlp: Mlp,
     scalar: Option<Parameter>,
 }
 
@@ -89,12 +89,12 @@ impl DecoderParts {
         config: &ModelConfig,
         index: usize,
         parameters: &mut ParameterList,
-    ) -> (TokenMixer, GatedMlp) {
+    ) -> (TokenMixer, Mlp) {
         assert_ne!(config.layers[index], MixerConfig::Mlp, "a layer with an MLP alone has one branch");
         let weights = self.weights(config, 2 * config.num_layers());
         let mixer = self.mixer(config, index, weights, parameters);
         let sizes = [config.hidden_size, config.intermediate_size];
-        (mixer, GatedMlp::new(parameters, self.mlp, self.activation, sizes, weights))
+        (mixer, Mlp::new(parameters, self.mlp, self.activation, sizes, weights))
     }
 
     /// Adds the parameters of the token mixer of layer `index`, or of the MLP in its place.
@@ -123,7 +123,7 @@ impl DecoderParts {
     fn add_norms_and_biases(
         self,
         config: &ModelConfig,
-        (mixer, mlp): (&mut TokenMixer, &mut GatedMlp),
+        (mixer, mlp): (&mut TokenMixer, &mut Mlp),
         parameters: &mut ParameterList,
     ) {
         mixer.add_norms_and_biases(parameters, self.attention, config.norm());

@@ -6,7 +6,7 @@ use super::DecoderParts;
 use super::block::{Block, BlockOutputs, SavedBlock};
 use crate::families::ModelConfig;
 use crate::nn::{
-    BackwardPass, Branch, ForwardPass, GatedMlp, Layer, LayerError, MixerKept, MlpSaved, ParameterList,
+    BackwardPass, Branch, ForwardPass, Layer, LayerError, MixerKept, Mlp, MlpSaved, ParameterList,
     TensorRank, TokenMixer,
 };
 use candle_core::Tensor;
@@ -21,7 +21,7 @@ pub struct ParallelDecoderLayer {
     attention: TokenMixer,
     /// Behind its own norm or that of the attention.
     mlp_branch: Branch,
-    mlp: GatedMlp,
+    mlp: Mlp,
     has_two_norms: bool,
 }
 

@@ -2,7 +2,7 @@
 
 use super::QkNorm;
 use crate::nn::linear::{LinearGradients, LinearRows};
-use crate::nn::{BackwardPass, ForwardPass, LayerError, Linear, ParameterList, RmsNorm};
+use crate::nn::{BackwardPass, ForwardPass, LayerError, Linear, Norm, ParameterList};
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ pub(super) struct HeadProjection {
 /// A norm of queries, keys or values.
 #[derive(Debug)]
 pub(super) struct HeadNorm {
-    pub(super) norm: RmsNorm,
+    pub(super) norm: Norm,
     pub(super) over: QkNorm,
 }
 

@@ -24,8 +24,8 @@ pub use saved::{AttentionSaved, Saves};
 pub(super) use saved::{ChunkState, ReturningChunk, shares_output};
 
 use super::{
-    AttentionExtent, BackwardPass, ForwardPass, GroupNames, LayerError, Linear, NormConfig, Parameter,
-    ParameterList, RmsNorm, TensorRank, WeightSpec,
+    AttentionExtent, BackwardPass, ForwardPass, GroupNames, LayerError, Linear, Norm, NormConfig, Parameter,
+    ParameterList, TensorRank, WeightSpec,
 };
 use candle_core::Tensor;
 pub(super) use head_division::scaled;
@@ -180,7 +180,7 @@ impl SelfAttention {
     ) {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, qk_norm, .. } = self.shape;
         if self.shape.value_norm {
-            let norm = RmsNorm::without_weight(norm.eps);
+            let norm = Norm::without_weight(norm.eps);
             self.v.norm = Some(HeadNorm { norm, over: QkNorm::Head });
         }
         let Some(over) = qk_norm else { return };
@@ -188,7 +188,7 @@ impl SelfAttention {
         let parts = [(q_norm, num_heads, &mut self.q), (k_norm, num_kv_heads, &mut self.k)];
         for (name, heads, projection) in parts {
             let size = if over == QkNorm::Head { head_dim } else { heads * head_dim };
-            let norm = RmsNorm::new(parameters, name, size, norm);
+            let norm = Norm::new(parameters, name, size, norm);
             projection.norm = Some(HeadNorm { norm, over });
         }
     }

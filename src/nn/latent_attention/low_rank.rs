@@ -1,7 +1,7 @@
 //! A projection through a normalized latent.
 
 use crate::nn::{
-    BackwardPass, ForwardPass, LayerError, Linear, NormConfig, ParameterList, RmsNorm, WeightSpec, token_rows,
+    BackwardPass, ForwardPass, LayerError, Linear, Norm, NormConfig, ParameterList, WeightSpec, token_rows,
 };
 use candle_core::Tensor;
 
@@ -13,7 +13,7 @@ const EPS: f64 = 1e-6;
 pub(super) struct LowRank {
     /// To the latent.
     pub(super) down: Linear,
-    norm: RmsNorm,
+    norm: Norm,
     /// From the normalized latent.
     pub(super) up: Linear,
 }
@@ -28,7 +28,7 @@ impl LowRank {
         weight: WeightSpec,
     ) -> Self {
         let norm_name = format!("self_attn.{name}_a_layernorm");
-        let norm = RmsNorm::new(parameters, &norm_name, shape[1], NormConfig::from(EPS));
+        let norm = Norm::new(parameters, &norm_name, shape[1], NormConfig::from(EPS));
         let up = Linear::new(parameters, &format!("self_attn.{name}_b_proj"), shape, weight);
         Self { down, norm, up }
     }

@@ -1,6 +1,6 @@
 //! The gate and the norm of linear attention's output.
 
-use crate::nn::{BackwardPass, ForwardPass, HeadDivision, LayerError, ParameterList, RmsNorm, TensorRank};
+use crate::nn::{BackwardPass, ForwardPass, HeadDivision, LayerError, Norm, ParameterList, TensorRank};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::glu::{self, Activation::Silu};
@@ -10,9 +10,9 @@ use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 #[derive(Debug)]
 pub(super) enum GatedNorm {
     /// `norm(o) · silu(z)`, with one norm for all heads.
-    OfHeads(RmsNorm),
+    OfHeads(Norm),
     /// `norm(o · silu(z))`, with a norm for each group of equally many neighboring elements.
-    OfGroups(Vec<RmsNorm>),
+    OfGroups(Vec<Norm>),
 }
 
 /// A gated output, and what its gradient needs.
@@ -120,7 +120,7 @@ impl GatedNorm {
             Self::OfGroups(norms) => match &mut norms[..] {
                 [norm] => norm.divide(parameters, values, tp.rank),
                 _ => {
-                    RmsNorm::divide_group(parameters, norms, &heads.kv, tp.rank);
+                    Norm::divide_group(parameters, norms, &heads.kv, tp.rank);
                     Ok(())
                 }
             },

@@ -39,8 +39,7 @@ pub use saved::LinearAttentionSaved;
 
 use super::causal_conv::CausalConv;
 use super::{
-    ForwardPass, Gathered, GroupNames, Init, LayerError, Linear, NormConfig, Parameter, ParameterList,
-    RmsNorm,
+    ForwardPass, Gathered, GroupNames, Init, LayerError, Linear, Norm, NormConfig, Parameter, ParameterList,
 };
 use candle_core::Tensor;
 use gated_norm::GatedNorm;
@@ -114,7 +113,7 @@ impl LinearAttention {
         let dt_bias = parameters.add("linear_attn.dt_bias", [num_value_heads], Init::Ones);
         let a_log =
             parameters.add("linear_attn.A_log", [num_value_heads], Init::LogUniform { bounds: DECAYS });
-        let norm = RmsNorm::new(parameters, "linear_attn.norm", value_head_dim, NormConfig::from(eps));
+        let norm = Norm::new(parameters, "linear_attn.norm", value_head_dim, NormConfig::from(eps));
         let (mixed, norm) = (Mixed { qkv, b, a }, GatedNorm::OfHeads(norm));
         Self { shape, mixed, z, out, conv, channels, dt_bias, a_log, skip: None, norm }
     }
@@ -153,7 +152,7 @@ impl LinearAttention {
         let skip = Some(of_heads("D", Init::Ones));
         let groups = [num_key_heads, value_dim / num_key_heads];
         let norm =
-            GatedNorm::OfGroups(RmsNorm::group(parameters, &named("norm"), groups, NormConfig::from(eps)));
+            GatedNorm::OfGroups(Norm::group(parameters, &named("norm"), groups, NormConfig::from(eps)));
         let mixed = Mixed { qkv: [q, k, v], b: None, a };
         Self { shape, mixed, z, out, conv, channels, dt_bias, a_log, skip, norm }
     }

@@ -15,7 +15,7 @@ use ulysses_kernels::glu::{self, Activation};
 ///
 /// The backward pass recomputes the normalized input and the product, each in one pass over memory.
 #[derive(Debug)]
-pub struct GatedMlp {
+pub struct Mlp {
     activation: Activation,
     gate: Linear,
     up: Option<Linear>,
@@ -59,7 +59,7 @@ impl MlpSaved {
     }
 }
 
-impl GatedMlp {
+impl Mlp {
     /// Adds the gate and up projections, then the down projection.
     pub fn new(
         parameters: &mut ParameterList,

@@ -42,7 +42,7 @@ impl NormConfig {
 
 /// `y = x / sqrt(mean(x²) + eps) · (offset + w) + b`, over the last dimension; of x without its mean if it is centered.
 #[derive(Debug, Clone)]
-pub struct RmsNorm {
+pub struct Norm {
     /// `None` for a gain of 1.
     weight: Option<Parameter>,
     bias: Option<Parameter>,
@@ -61,7 +61,7 @@ struct RowPart {
     is_first: bool,
 }
 
-impl RmsNorm {
+impl Norm {
     /// Adds the parameter `name.weight`, `[size]`, and `name.bias` if there is one.
     pub fn new(parameters: &mut ParameterList, name: &str, size: usize, config: NormConfig) -> Self {
         let weight = Some(parameters.add(&format!("{name}.weight"), [size], config.init()));
