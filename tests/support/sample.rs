@@ -80,16 +80,31 @@ pub(crate) use axes;
 /// If the test panics in its loop over them, the values of the case and the seed are printed.
 #[track_caller]
 pub fn sampled<T>(cases: impl IntoIterator<Item = T>, axes: impl FnMut(&T) -> Vec<String>) -> Sample<T> {
+    sampled_every(1, cases, axes)
+}
+
+/// As [`sampled`], of a matrix whose cases take seconds: every `stride`-th case of a sample, from one that the seed chooses. Pairs of
+/// values are covered by the runs of several seeds only.
+#[track_caller]
+pub fn sampled_every<T>(
+    stride: usize,
+    cases: impl IntoIterator<Item = T>,
+    axes: impl FnMut(&T) -> Vec<String>,
+) -> Sample<T> {
     let cases: Vec<T> = cases.into_iter().collect();
     let values: Vec<Vec<String>> = cases.iter().map(axes).collect();
     let place = Location::caller();
-    let chosen = match seed() {
+    let chosen: HashSet<usize> = match seed() {
         // Other tests with the same matrix draw other samples.
-        Some(seed) => choose(&values, hash(&(seed, place.file(), place.line()))),
+        Some(seed) => {
+            let seed = hash(&(seed, place.file(), place.line()));
+            let chosen = choose(&values, seed);
+            let first = seed as usize % stride.min(chosen.len().max(1));
+            chosen.into_iter().skip(first).step_by(stride).collect()
+        }
         None => (0..cases.len()).collect(),
     };
     println!("{place}: {} of {} cases", chosen.len(), cases.len());
-    let chosen: HashSet<usize> = chosen.into_iter().collect();
     let labels = values.iter().map(|values| values.join(", "));
     let cases = cases.into_iter().zip(labels).enumerate().filter(|(index, _)| chosen.contains(index));
     Sample { cases: cases.map(|(_, case)| case).collect::<Vec<_>>().into_iter(), label: String::new() }
