@@ -17,14 +17,20 @@ pub struct DocumentCost {
     pub per_pair: u64,
     /// Number of tokens that a token attends to, including itself; `None` for all of its document.
     pub window: Option<usize>,
+    /// The size of the chunks into which a document is cut, if a token attends to its own chunk only.
+    pub chunk: Option<usize>,
 }
 
 impl DocumentCost {
     /// Returns the FLOPs of a document of `len` tokens under a causal mask.
     pub fn flops(&self, len: usize) -> u128 {
-        let (len, window) = (len as u128, self.window.unwrap_or(len).min(len) as u128);
-        let pairs = window * (window + 1) / 2 + (len - window) * window;
-        u128::from(self.per_token) * len + u128::from(self.per_pair) * pairs
+        let pairs = |len: usize| {
+            let (len, window) = (len as u128, self.window.unwrap_or(len).min(len) as u128);
+            window * (window + 1) / 2 + (len - window) * window
+        };
+        let chunk = self.chunk.unwrap_or(len).max(1);
+        let pairs = (len / chunk) as u128 * pairs(chunk) + pairs(len % chunk);
+        u128::from(self.per_token) * len as u128 + u128::from(self.per_pair) * pairs
     }
 }
 

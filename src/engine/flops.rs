@@ -14,13 +14,15 @@ use std::ops::Range;
 /// having the widest.
 pub(super) fn document_cost(model: &Model) -> DocumentCost {
     let layers = || model.layers.iter().map(|layer| layer_cost(&**layer));
+    // A chunk counts as a window of its size.
     let windows: Option<Vec<usize>> =
-        layers().filter(|layer| layer.per_pair > 0).map(|layer| layer.window).collect();
+        layers().filter(|layer| layer.per_pair > 0).map(|layer| layer.window.or(layer.chunk)).collect();
     DocumentCost {
         per_token: layers().map(|layer| layer.per_token).sum::<u64>()
             + 6 * weights(model.objective.parameters()),
         per_pair: layers().map(|layer| layer.per_pair).sum(),
         window: windows.and_then(|windows| windows.into_iter().max()),
+        chunk: None,
     }
 }
 
@@ -29,7 +31,8 @@ fn layer_cost(layer: &dyn Layer) -> DocumentCost {
     DocumentCost {
         per_token: 6 * weights(layer.parameters()),
         per_pair: extent.map_or(0, |extent| 12 * extent.width as u64),
-        window: extent.and_then(|extent| extent.window),
+        window: extent.and_then(|extent| extent.mask.window),
+        chunk: extent.and_then(|extent| extent.mask.chunk).map(|chunk| chunk as usize),
     }
 }
 

@@ -176,7 +176,7 @@ impl Workload {
         // divide their heads over all ranks of sp.
         let is_balanced = self.document_len.is_none()
             && !self.model.needs_whole_sequences()
-            && self.model.attention_layers().all(|layer| layer.window.is_none())
+            && self.model.attention_layers().all(|layer| layer.window.is_none() && layer.chunk.is_none())
             && seq_len.is_multiple_of(2 * sharding.ring_size);
         let ring_ranks = if is_balanced { 1 } else { sharding.ring_size };
         for ring_rank in 0..ring_ranks {

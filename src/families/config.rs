@@ -165,24 +165,9 @@ impl ModelConfig {
     /// A decoder of equal layers. All else is as in Llama 2.
     pub fn with_sizes(family: &'static Family, sizes: Sizes) -> Self {
         let [hidden_size, num_layers, num_heads, num_kv_heads, intermediate_size] = sizes;
-        let rope = Rope::from(10_000.0);
-        let head_dim = hidden_size / num_heads.max(1);
         let layer = AttentionConfig {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            window: None,
-            rope: Some(rope),
-            scale: None,
-            qk_norm: None,
-            softcap: None,
-            qkv_bias: false,
-            o_bias: false,
-            output_gate: false,
-            values_from_keys: false,
-            value_norm: false,
-            sinks: false,
-            latent: None,
+            rope: Some(Rope::from(10_000.0)),
+            ..AttentionConfig::with_heads(num_heads, num_kv_heads, hidden_size / num_heads.max(1))
         };
         Self {
             family,
@@ -294,8 +279,12 @@ impl ModelConfig {
 
     /// The rotary embedding of the layers that see the whole document, or else of the first layer that has one.
     pub fn rope(&self) -> Option<Rope> {
-        let rotating = || self.attention_layers().filter(|layer| layer.rope.is_some());
-        rotating().find(|layer| layer.window.is_none()).or_else(|| rotating().next())?.rope
+        let rotating =
+            || self.attention_layers().filter(|layer| layer.rope.is_some_and(|rope| rope.rotates()));
+        rotating()
+            .find(|layer| layer.window.is_none() && layer.chunk.is_none())
+            .or_else(|| rotating().next())?
+            .rope
     }
 
     /// The constants of its norms.

@@ -40,8 +40,9 @@ mod stablelm;
 mod youtu;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 37] = [
+pub static FAMILIES: [&Family; 38] = [
     &llama::LLAMA,
+    &llama::LLAMA4,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
     &mistral::MINISTRAL3,

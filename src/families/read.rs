@@ -2,7 +2,7 @@
 
 use super::config::MAX_LAYERS;
 use super::hf::{FULL, WINDOWED};
-use super::{FAMILIES, Family, HfConfig, ModelConfig, ModelError, Multipliers, family, listed};
+use super::{FAMILIES, Family, HfConfig, ModelConfig, ModelError, family, listed};
 use crate::nn::{AttentionConfig, Mamba2Config, MixerConfig};
 use serde_json::{Value, json};
 use ulysses_kernels::rope::Rope;
@@ -69,26 +69,18 @@ impl HfConfig<'_> {
         layer: AttentionConfig,
         default_eps: f64,
     ) -> Result<ModelConfig, ModelError> {
-        let num_layers = self.num_layers("num_hidden_layers")?;
+        let AttentionConfig { num_heads, num_kv_heads, .. } = layer;
+        let (hidden_size, num_layers) = (self.size("hidden_size")?, self.num_layers("num_hidden_layers")?);
+        let sizes = [hidden_size, num_layers, num_heads, num_kv_heads, self.size("intermediate_size")?];
         Ok(ModelConfig {
-            family,
             vocab_size: self.size("vocab_size")?,
-            hidden_size: self.size("hidden_size")?,
-            intermediate_size: self.size("intermediate_size")?,
             layers: vec![layer.into(); num_layers],
             rms_norm_eps: self.number("rms_norm_eps", default_eps)?,
-            norm_offset: 0.0,
-            centered_norms: false,
-            norm_bias: false,
-            mlp_bias: false,
-            head_bias: false,
-            learned_positions: None,
-            multipliers: Multipliers::default(),
-            final_softcap: None,
             initializer_range: self
                 .get("initializer_range")
                 .map_or(Ok(0.02), |_| self.number("initializer_range", 0.02))?,
             tie_word_embeddings: self.flag("tie_word_embeddings")?,
+            ..ModelConfig::with_sizes(family, sizes)
         })
     }
 
@@ -128,23 +120,7 @@ impl HfConfig<'_> {
             Some(head_dim) => head_dim,
             None => self.size("hidden_size")? / num_heads.max(1),
         };
-        Ok(AttentionConfig {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            window: None,
-            rope: None,
-            scale: None,
-            qk_norm: None,
-            softcap: None,
-            qkv_bias: false,
-            o_bias: false,
-            output_gate: false,
-            values_from_keys: false,
-            value_norm: false,
-            sinks: false,
-            latent: None,
-        })
+        Ok(AttentionConfig::with_heads(num_heads, num_kv_heads, head_dim))
     }
 
     /// Refuses other MLPs than SwiGLU, and biases.
@@ -219,6 +195,25 @@ impl HfConfig<'_> {
             Some(0) => Err(self.error(key, "it must be a positive integer")),
             interval => Ok(interval.unwrap_or(default)),
         }
+    }
+
+    /// All layers but every [`interval`](Self::interval)-th have a rotary embedding.
+    pub(crate) fn rotating_layers_by_interval(&self, num_layers: usize) -> Result<Vec<bool>, ModelError> {
+        let interval = self.interval("no_rope_layer_interval", 4)?;
+        Ok((1..=num_layers).map(|layer| layer % interval != 0).collect())
+    }
+
+    /// Which layers have a rotary embedding: by `no_rope_layers`, or else by the interval.
+    pub(crate) fn rotating_layers(&self, num_layers: usize) -> Result<Vec<bool>, ModelError> {
+        const LAYERS: &str = "no_rope_layers";
+        let by_interval = self.rotating_layers_by_interval(num_layers)?;
+        let Some(layers) = self.get(LAYERS) else { return Ok(by_interval) };
+        let rotates =
+            |layer: &Value| layer.as_u64().filter(|rotates| *rotates < 2).map(|rotates| rotates == 1);
+        let layers = layers.as_array().map_or(&[][..], Vec::as_slice);
+        let layers: Option<Vec<bool>> = layers.iter().take(num_layers).map(rotates).collect();
+        let expected = "it must be a list of 1 and 0 (no position embedding) for each layer";
+        layers.filter(|layers| layers.len() == num_layers).ok_or_else(|| self.error(LAYERS, expected))
     }
 
     /// Which layers have a window: by `layer_types`, or else by index.

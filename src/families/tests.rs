@@ -5,6 +5,7 @@ mod gpt;
 mod granite;
 mod latent;
 mod lfm2;
+mod llama4;
 mod nemotron;
 mod rope;
 
@@ -75,7 +76,7 @@ fn descriptions() -> Vec<ModelConfig> {
     let conv = ShortConvConfig { channels: lfm.hidden_size, taps: 4, bias: true };
     let lfm = lfm.with_mixer([true, false, true], conv);
     let hybrids = granite::descriptions().into_iter().chain(nemotron::descriptions());
-    let hybrids = hybrids.chain(latent::descriptions());
+    let hybrids = hybrids.chain(latent::descriptions()).chain(llama4::descriptions());
     let mut cohere = of_family("cohere2");
     cohere.attention_layers_mut().next().unwrap().rope = Some(Rope { interleaved: true, ..300.0.into() });
     cohere.attention_layers_mut().next().unwrap().window = Some(7);
@@ -157,14 +158,17 @@ fn every_family_and_scaling_round_trips() {
                 | ("ministral3", Scaling::Yarn { .. })
                 | ("gptj", Scaling::None) => {}
                 // They have no others.
-                ("phi3" | "ministral3" | "gptj", _) => continue,
+                ("phi3" | "ministral3" | "gptj", _)
+                | ("llama4_text", Scaling::Yarn { .. } | Scaling::LongRope { .. }) => continue,
                 _ => {}
             }
             // Of these, layers with a window have no scaling.
             let config = config.clone().with_attention(|layer| match &mut layer.rope {
                 Some(rope)
-                    if layer.window.is_none()
-                        || !["gemma3_text", "gemma4_text", "olmo3"].contains(&config.family.model_type) =>
+                    if rope.rotates()
+                        && (layer.window.is_none()
+                            || !["gemma3_text", "gemma4_text", "olmo3"]
+                                .contains(&config.family.model_type)) =>
                 {
                     rope.scaling = scaling;
                 }
@@ -375,7 +379,8 @@ fn layers_may_differ_as_far_as_the_familys_file_says_so() {
     config.validate("alternating").unwrap();
     assert_eq!(config.distinct_layers().len(), 2);
     let model = Model::new(&config).unwrap();
-    let windows: Vec<_> = model.layers.iter().map(|layer| layer.attention_extent().unwrap().window).collect();
+    let windows: Vec<_> =
+        model.layers.iter().map(|layer| layer.attention_extent().unwrap().mask.window).collect();
     assert_eq!(windows, [Some(5), None, Some(5)]);
 
     config.attention_layers_mut().nth(1).unwrap().window = Some(6);

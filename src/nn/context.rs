@@ -8,7 +8,6 @@ use super::{
 };
 use candle_core::Tensor;
 use parking_lot::Mutex;
-use std::collections::HashMap;
 use std::num::NonZero;
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,8 +18,23 @@ use ulysses_kernels::linear_attention::LinearAttentionLayout;
 use ulysses_kernels::rope::{self, Rope};
 use ulysses_kernels::{Documents, Workspace};
 
-/// Query heads, KV heads, window, bits of the factor on the logits.
-type HeadKey = (usize, usize, Option<usize>, [Option<u32>; 2]);
+/// What a token attends to: all tokens of its document that are not later, or fewer.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct AttentionMask {
+    /// Number of tokens, including its own; `None` for all.
+    pub window: Option<usize>,
+    /// The size of the chunks into which each document is cut, if only the same chunk is seen.
+    pub chunk: Option<u32>,
+}
+
+/// The layout for a number of heads.
+struct HeadLayout {
+    num_heads: usize,
+    num_kv_heads: usize,
+    mask: AttentionMask,
+    logits: Logits,
+    layout: AttentionLayout,
+}
 
 /// Limits how much of a layer's intermediate values is in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,7 +64,7 @@ pub struct TokenLayout {
     position_ids: Vec<u32>,
     layout: AttentionLayout,
     documents: Documents,
-    head_layouts: Mutex<HashMap<HeadKey, AttentionLayout>>,
+    head_layouts: Mutex<Vec<HeadLayout>>,
     linear_attention_layouts: Mutex<Vec<LinearAttentionLayout>>,
     extended_tokens: Mutex<Vec<Arc<ExtendedTokens>>>,
     rope_tables: Mutex<Vec<(usize, Rope, Arc<rope::Table>)>>,
@@ -318,36 +332,37 @@ impl LayerContext {
     /// The attention layout for `num_heads` query heads, with `num_heads / num_kv_heads` query heads per KV
     /// head.
     pub fn attention_layout(&self, num_heads: usize, num_kv_heads: usize) -> AttentionLayout {
-        let mut layouts = self.attended.head_layouts.lock();
-        let make = || self.attended.layout.with_heads(grouped_heads(num_heads, num_kv_heads));
-        layouts.entry((num_heads, num_kv_heads, None, [None; 2])).or_insert_with(make).clone()
+        let (mask, logits) = Default::default();
+        let layout = self.attention_layout_with([num_heads, num_kv_heads], mask, logits);
+        layout.unwrap_or_else(|_| unreachable!("there is no window"))
     }
 
-    /// As [`attention_layout`](Self::attention_layout), with a sliding window of `window` tokens, including
-    /// the query's own, and a form of the logits.
+    /// As [`attention_layout`](Self::attention_layout) of query heads and KV heads, with a mask and a form of the logits.
     ///
     /// # Errors
-    /// A window of 0.
+    /// A window or chunks of 0.
     pub fn attention_layout_with(
         &self,
-        num_heads: usize,
-        num_kv_heads: usize,
-        window: Option<usize>,
+        [num_heads, num_kv_heads]: [usize; 2],
+        mask: AttentionMask,
         logits: Logits,
     ) -> Result<AttentionLayout, LayerError> {
         let mut layouts = self.attended.head_layouts.lock();
-        let bits = [logits.scale, logits.softcap].map(|number| number.map(f32::to_bits));
-        let key = (num_heads, num_kv_heads, window, bits);
-        if let Some(layout) = layouts.get(&key) {
-            return Ok(layout.clone());
-        }
-        let (all, heads) = (&self.attended.layout, grouped_heads(num_heads, num_kv_heads));
-        let layout = match window {
-            None => all.with_heads(heads),
-            window => all.with_window(heads, window)?,
+        let is_known = |known: &&HeadLayout| {
+            (known.num_heads, known.num_kv_heads, known.mask, known.logits)
+                == (num_heads, num_kv_heads, mask, logits)
         };
-        let layout = layout.with_logits(logits);
-        layouts.insert(key, layout.clone());
+        if let Some(known) = layouts.iter().find(is_known) {
+            return Ok(known.layout.clone());
+        }
+        let heads = grouped_heads(num_heads, num_kv_heads);
+        // The visible keys do not depend on the heads.
+        let masked = match layouts.iter().find(|known| known.mask == mask) {
+            Some(known) => known.layout.with_heads(heads),
+            None => self.attended.layout.masked(heads, mask.window, mask.chunk)?,
+        };
+        let layout = masked.with_logits(logits);
+        layouts.push(HeadLayout { num_heads, num_kv_heads, mask, logits, layout: layout.clone() });
         Ok(layout)
     }
 

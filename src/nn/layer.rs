@@ -1,6 +1,6 @@
 //! The [`Layer`] trait.
 
-use super::{LayerContext, LayerError, ParallelStyle, ParameterSpec, TensorRank};
+use super::{AttentionMask, LayerContext, LayerError, ParallelStyle, ParameterSpec, TensorRank};
 use candle_core::Tensor;
 use std::any::Any;
 
@@ -9,8 +9,8 @@ use std::any::Any;
 pub struct AttentionExtent {
     /// Query elements per token: `num_heads · head_dim`; half the sum of those of queries and values, if these differ.
     pub width: usize,
-    /// Number of tokens that a token attends to, including itself; `None` for all of its document.
-    pub window: Option<usize>,
+    /// What a token attends to.
+    pub mask: AttentionMask,
 }
 
 /// State that a layer saves in its forward pass for its backward pass.

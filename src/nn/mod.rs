@@ -52,7 +52,7 @@ pub use batch::LocalBatch;
 pub use block_context::BlockContext;
 pub(crate) use branch::recycle_unless;
 pub use branch::{Branch, BranchNorms};
-pub use context::{LayerContext, Tiling, TokenLayout};
+pub use context::{AttentionMask, LayerContext, Tiling, TokenLayout};
 pub use deferred::DeferredGradients;
 pub use embedding::Embedding;
 pub use error::LayerError;

@@ -38,12 +38,12 @@ pub(super) fn check_shard(
 pub(super) fn shares_tokens(a: &AttentionLayout, b: &AttentionLayout) -> bool {
     Arc::ptr_eq(a.q_positions(), b.q_positions())
         && Arc::ptr_eq(a.kv_positions(), b.kv_positions())
-        && Arc::ptr_eq(a.cu_seqlens(), b.cu_seqlens())
+        && Arc::ptr_eq(a.documents(), b.documents())
 }
 
-/// Returns whether two layouts also share the window.
+/// Returns whether two layouts also share the window, and the chunks of the documents.
 pub(super) fn shares_mask(a: &AttentionLayout, b: &AttentionLayout) -> bool {
-    shares_tokens(a, b) && a.window() == b.window()
+    shares_tokens(a, b) && Arc::ptr_eq(a.cu_seqlens(), b.cu_seqlens()) && a.window() == b.window()
 }
 
 /// Returns whether two layouts are equal, judged by shared pointers.

@@ -62,10 +62,12 @@ fn few_heads_train_on_many_ranks() {
 }
 
 #[test]
-fn sliding_windows_are_the_same_on_every_ring() {
+fn windows_and_chunks_are_the_same_on_every_ring() {
     let windowed = |window| ReferenceConfig { sliding_window: Some(window), ..CONFIG };
-    let problems = [1, 5, SEQ_LEN].map(|window| problem(windowed(window), packed_batch()));
-    check(&problems, &SOME_DEGREES, &[0, 3]);
+    let chunked = ReferenceConfig { family: Family::Llama4, ..windowed(7) };
+    let windowed = [1, 5, SEQ_LEN].map(windowed);
+    let problems = windowed.into_iter().chain([chunked]).map(|config| problem(config, packed_batch()));
+    check(&problems.collect::<Vec<_>>(), &SOME_DEGREES, &[0, 3]);
 }
 
 #[test]

@@ -121,7 +121,7 @@ fn attention_with_sinks_is_that_of_transformers() {
     let gradient = sinks.zeros_like().unwrap();
     // Those of the script: six query heads of three KV heads, a window of 11 tokens.
     let layout = AttentionLayout::causal(2, 37, vec![0, 0, 1, 1, 2, 2]).unwrap();
-    let layout = layout.with_window(layout.q_to_kv().clone(), Some(11)).unwrap();
+    let layout = layout.masked(layout.q_to_kv().clone(), Some(11), None).unwrap();
     let layout = layout.with_sinks(Some(Sinks { logits: sinks, gradient: Some(gradient.clone()) }));
     let workspace = Workspace::with_options(TensorOptions { device: q.device().clone(), dtype: q.dtype() });
     let attention = FlashAttention::default();

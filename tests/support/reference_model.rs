@@ -1,6 +1,6 @@
 //! The models of the reference, as the library describes them.
 
-use super::reference::families::{GRANITE, LOGIT_SCALE, NUM_POSITIONS, QUERY_GROWTH};
+use super::reference::families::{GRANITE, LLAMA4_GROWTH, LOGIT_SCALE, NUM_POSITIONS, QUERY_GROWTH};
 use super::reference::{Family, ReferenceConfig, RopeScaling};
 use super::reference::{latent_attention, linear_attention, mamba2, short_conv};
 use ulysses::kernels::rope::{Rope, Scaling};
@@ -60,6 +60,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Llama, false, false, Some(_)) => "mistral",
         (Family::Llama, true, false, None) => "qwen2",
         (Family::Llama, false, true, None) => "qwen3",
+        (Family::Llama4, false, false, Some(_)) => "llama4_text",
         (Family::Ministral | Family::GptOss, false, false, Some(_)) => "ministral",
         (Family::Ministral3, false, false, _) => "ministral3",
         (Family::Gemma, false, false, None) => "gemma",
@@ -103,21 +104,33 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         query_growth: if config.family == Family::Ministral3 { QUERY_GROWTH } else { 0.0 },
         ..theta.into()
     };
+    let is_llama4 = config.family == Family::Llama4;
+    let growth = Rope {
+        scaling: Scaling::Unrotated { original_len: LLAMA4_GROWTH.1 },
+        query_growth: LLAMA4_GROWTH.0,
+        ..10_000.0.into()
+    };
     let layer = |config: &ReferenceConfig, layer: usize| AttentionConfig {
         num_heads: config.num_heads,
         num_kv_heads: config.num_kv_heads,
         head_dim: config.head_dim,
-        window: config.window(layer),
-        rope: config.theta(layer).map(|theta| rope(config.rope_scaling, theta)),
+        window: config.window(layer).filter(|_| !is_llama4),
+        chunk: config.window(layer).filter(|_| is_llama4).map(|chunk| chunk as u32),
+        rope: match config.theta(layer) {
+            Some(theta) => Some(rope(config.rope_scaling, theta)),
+            None => is_llama4.then_some(growth),
+        },
         scale: match config.family.is_latent() {
             true => latent_config(config)
                 .filter(|latent| latent.mscale_all_dim != 0.0)
                 .map(|_| latent_attention::scale(config)),
             false => has_scale.contains(&config.family).then(|| config.attention_scale()),
         },
-        qk_norm: config
-            .qk_norm_sizes()
-            .map(|[size, _]| if size > config.head_dim { QkNorm::AllHeads } else { QkNorm::Head }),
+        qk_norm: match config.qk_norm_sizes() {
+            None => (is_llama4 && config.theta(layer).is_some()).then_some(QkNorm::HeadWithoutWeight),
+            Some([size, _]) if size > config.head_dim => Some(QkNorm::AllHeads),
+            Some(_) => Some(QkNorm::Head),
+        },
         softcap: attention_cap,
         qkv_bias: config.has_qkv_bias(),
         o_bias: config.all_biases(),

@@ -65,7 +65,7 @@ impl Benchmark for Attention {
         let q_to_kv = grouped_heads(num_heads.into(), num_kv_heads.into());
         let window = self.window.map(|window| window as usize);
         let layout = AttentionLayout::causal(1, self.seq_len, q_to_kv.clone()).or_usage()?;
-        let layout = layout.with_window(q_to_kv, window).or_usage()?;
+        let layout = layout.masked(q_to_kv, window, None).or_usage()?;
         let Measured { figures, kernels } = ranks.run(repeats, |bench| self.measure(bench, &layout))?;
         Ok(Report {
             bench: "attention",

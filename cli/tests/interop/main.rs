@@ -33,7 +33,7 @@ const MESHES: [&str; 6] =
 const ON_ALL_MESHES: [&str; 5] = ["llama", "mistral", "qwen2", "qwen3", "deepseek_v3"];
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 63] = [
+const FAMILIES: [&str; 65] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -93,6 +93,8 @@ const FAMILIES: [&str; 63] = [
     "phi",
     "phi_norms",
     "gptj",
+    "llama4",
+    "llama4_biases",
     "deepseek_v3",
     "deepseek_v2",
     "youtu",

@@ -54,6 +54,28 @@ FAMILIES = {
     "llama3": {"model_type": "llama", "rope_parameters": LLAMA3, "tie_word_embeddings": True},
     # The config says tied, the file has a separate head.
     "llama_untied": {"model_type": "llama"},
+    # Dense. Queries grow in the second layer, which does not rotate.
+    "llama4": {
+        "model_type": "llama4_text",
+        "moe_layers": [],
+        "intermediate_size_mlp": 96,
+        "attention_chunk_size": 12,
+        "no_rope_layer_interval": 2,
+        "floor_scale": 8,
+        "attn_scale": 0.7,
+    },
+    "llama4_biases": {
+        "model_type": "llama4_text",
+        "moe_layers": [],
+        "intermediate_size_mlp": 96,
+        "rope_parameters": LLAMA3,
+        "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+        "attention_chunk_size": 7,
+        "no_rope_layers": [1, 0, 1],
+        "attn_temperature_tuning": False,
+        "use_qk_norm": False,
+        "attention_bias": True,
+    },
     "llama_yarn": {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},

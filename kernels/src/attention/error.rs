@@ -48,8 +48,8 @@ pub enum AttentionError {
         /// The given boundaries.
         boundaries: Vec<u32>,
     },
-    /// A sliding window of 0 excludes even the query itself.
-    #[error("a sliding window of 0 tokens sees nothing; use 1 or more, or None for no window")]
+    /// A window or chunk of 0 excludes even the query itself.
+    #[error("a window or chunk of 0 tokens sees nothing; use 1 or more, or None for neither")]
     EmptyWindow,
     /// A query head is mapped to a KV head that does not exist.
     #[error(

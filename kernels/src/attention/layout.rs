@@ -1,7 +1,7 @@
 //! The attention mask, as one contiguous range of visible keys per query.
 
 use super::pair_count;
-use super::{AttentionError, Logits, Sinks};
+use super::{AttentionError, Logits, Sinks, VisibleRanges};
 use crate::device::dry::{self, Allocation};
 use crate::device_table::DeviceTable;
 use candle_core::{Device, Tensor};
@@ -10,7 +10,7 @@ use std::{ops::Range, slice::from_ref, sync::Arc};
 /// Positions, documents and heads of an attention call: which keys each query may see, and with which factor.
 ///
 /// A key is visible to a query of the same sequence if it is not later (`kv_pos <= q_pos`), belongs to the
-/// same document, and lies within the sliding window (`q_pos - kv_pos < window`), if there is one.
+/// same document, or chunk of it, and lies within the sliding window (`q_pos - kv_pos < window`), if there is one.
 ///
 /// Queries and keys may be different parts of a sequence (the KV shard of another rank, a zigzag shard with
 /// gaps). Both lists of positions ascend, so a query's visible keys are one contiguous range of key indices,
@@ -34,7 +34,10 @@ pub struct AttentionLayout {
     kv_positions: Arc<[u32]>,
     num_queries: usize,
     num_keys: usize,
+    /// The boundaries of the documents, or of chunks of them.
     cu_seqlens: Arc<Vec<Vec<u32>>>,
+    /// The boundaries of the documents.
+    documents: Arc<Vec<Vec<u32>>>,
     q_to_kv: Arc<[usize]>,
     window: Option<usize>,
     logits: Logits,
@@ -91,6 +94,7 @@ impl AttentionLayout {
             kv_positions,
             num_queries,
             num_keys,
+            documents: cu_seqlens.clone(),
             cu_seqlens,
             q_to_kv: q_to_kv.into(),
             window,
@@ -135,24 +139,31 @@ impl AttentionLayout {
         Ok(Self { num_queries, num_keys, dry: Arc::new(Some(dry)), ..layout })
     }
 
-    /// The same tokens with other heads and another window, and the default form of the logits.
+    /// The same tokens with other heads, and the default form of the logits. A token sees a window of its document, and of the chunk
+    /// of it that it is in, if documents are cut into chunks of a size (Llama 4).
     ///
     /// # Errors
-    /// A window of 0.
-    pub fn with_window(
+    /// A window or chunks of 0.
+    pub fn masked(
         &self,
         q_to_kv: impl Into<Arc<[usize]>>,
         window: Option<usize>,
+        chunk: Option<u32>,
     ) -> Result<Self, AttentionError> {
         let (q_positions, kv_positions) = (self.q_positions.clone(), self.kv_positions.clone());
-        let layout = Self::new(q_positions, kv_positions, self.cu_seqlens.clone(), q_to_kv, window)?;
+        let cu_seqlens = match chunk {
+            None => self.cu_seqlens.clone(),
+            Some(0) => return Err(AttentionError::EmptyWindow),
+            Some(chunk) => Arc::new(self.cu_seqlens.iter().map(|list| in_chunks(list, chunk)).collect()),
+        };
+        let layout = Self::new(q_positions, kv_positions, cu_seqlens, q_to_kv, window)?;
         let Self { num_queries, num_keys, .. } = *self;
         let dry = Option::as_ref(&self.dry).map(|DryTokens { queries, keys, .. }| DryTokens {
             queries: queries.clone(),
             keys: keys.clone(),
             _allocation: Allocation::on_host(2 * self.batch() * num_queries * size_of::<u32>()),
         });
-        Ok(Self { num_queries, num_keys, dry: Arc::new(dry), ..layout })
+        Ok(Self { num_queries, num_keys, documents: self.documents.clone(), dry: Arc::new(dry), ..layout })
     }
 
     /// Whole sequences of one document each: plain causal attention.
@@ -225,9 +236,14 @@ impl AttentionLayout {
         &self.kv_positions
     }
 
-    /// Per sequence, the document boundaries over the whole sequence.
+    /// Per sequence, the boundaries over the whole sequence of what attends to itself alone: the documents, or chunks of them.
     pub fn cu_seqlens(&self) -> &Arc<Vec<Vec<u32>>> {
         &self.cu_seqlens
+    }
+
+    /// Per sequence, the document boundaries over the whole sequence.
+    pub fn documents(&self) -> &Arc<Vec<Vec<u32>>> {
+        &self.documents
     }
 
     /// The local KV head of each local query head.
@@ -292,75 +308,13 @@ impl AttentionLayout {
     }
 }
 
-/// The visible key range of each query of one sequence; both ends never decrease.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct VisibleRanges {
-    start: Vec<u32>,
-    end: Vec<u32>,
-}
-
-impl VisibleRanges {
-    /// Merges queries, keys and documents in O(queries + keys + documents).
-    fn new(q_positions: &[u32], kv_positions: &[u32], boundaries: &[u32], window: Option<usize>) -> Self {
-        let (mut start, mut end) =
-            (Vec::with_capacity(q_positions.len()), Vec::with_capacity(q_positions.len()));
-        let (mut document, mut first, mut past) = (0, 0, 0);
-        for &position in q_positions {
-            while boundaries[document + 1] <= position {
-                document += 1;
-            }
-            let reach = window.map_or(0, |window| (position as usize + 1).saturating_sub(window));
-            let earliest = reach.max(boundaries[document] as usize);
-            while first < kv_positions.len() && (kv_positions[first] as usize) < earliest {
-                first += 1;
-            }
-            while past < kv_positions.len() && kv_positions[past] <= position {
-                past += 1;
-            }
-            start.push(first as u32);
-            end.push(past as u32);
-        }
-        Self { start, end }
-    }
-
-    /// Number of queries.
-    pub fn len(&self) -> usize {
-        self.start.len()
-    }
-
-    /// Returns whether there are no queries.
-    pub fn is_empty(&self) -> bool {
-        self.start.is_empty()
-    }
-
-    /// The visible key indices of a query.
-    ///
-    /// # Panics
-    /// When there is no such query.
-    pub fn of(&self, query: usize) -> Range<usize> {
-        self.start[query] as usize..self.end[query] as usize
-    }
-
-    fn num_pairs(&self) -> u64 {
-        self.start.iter().zip(&self.end).map(|(start, end)| u64::from(end - start)).sum()
-    }
-
-    /// The keys that at least one of the queries may see; `queries` is not empty.
-    pub(super) fn hull(&self, queries: &Range<usize>) -> Range<usize> {
-        self.of(queries.start).start..self.of(queries.end - 1).end
-    }
-
-    /// The keys that all of the queries see; `start > end` if there are none. `queries` is not empty.
-    pub(super) fn common(&self, queries: &Range<usize>) -> Range<usize> {
-        self.of(queries.end - 1).start..self.of(queries.start).end
-    }
-
-    /// The queries that may see at least one of `keys`.
-    pub(super) fn queries_of(&self, keys: &Range<usize>) -> Range<usize> {
-        let first = self.end.partition_point(|&end| end as usize <= keys.start);
-        let past = self.start.partition_point(|&start| (start as usize) < keys.end);
-        first..past.max(first)
-    }
+/// The boundaries of the chunks of each document.
+fn in_chunks(boundaries: &[u32], chunk: u32) -> Vec<u32> {
+    let documents = boundaries.windows(2).map(|document| document[0]..document[1]);
+    documents
+        .flat_map(|document| document.step_by(chunk as usize))
+        .chain(boundaries.last().copied())
+        .collect()
 }
 
 fn check_boundaries(cu_seqlens: &[Vec<u32>]) -> Result<u32, AttentionError> {
@@ -429,6 +383,21 @@ mod tests {
         let layout = AttentionLayout::new(positions.clone(), positions, cu_seqlens, vec![0], Some(3))?;
         assert_eq!(ranges(&layout, 0), [0..1, 0..2, 2..3, 2..4, 2..5, 3..6, 4..7]);
         assert_eq!(ranges(&layout, 1), [0..1, 0..2, 0..3, 1..4, 2..5, 3..6, 4..7]);
+        Ok(())
+    }
+
+    #[test]
+    fn chunks_begin_at_the_start_of_each_document() -> Result<(), AttentionError> {
+        let positions: Vec<u32> = (0..9).collect();
+        let cu_seqlens = vec![vec![0, 2, 2, 9], vec![0, 9]];
+        let layout = AttentionLayout::new(positions.clone(), positions, cu_seqlens, vec![0], None)?;
+        let layout = layout.masked(vec![0], None, Some(3))?;
+        assert_eq!(ranges(&layout, 0), [0..1, 0..2, 2..3, 2..4, 2..5, 5..6, 5..7, 5..8, 8..9]);
+        assert_eq!(ranges(&layout, 1), [0..1, 0..2, 0..3, 3..4, 3..5, 3..6, 6..7, 6..8, 6..9]);
+        assert_eq!(**layout.documents(), [vec![0, 2, 2, 9], vec![0, 9]]);
+        let windowed = layout.masked(vec![0], Some(2), Some(3))?;
+        assert_eq!(ranges(&windowed, 1), [0..1, 0..2, 1..3, 3..4, 3..5, 4..6, 6..7, 6..8, 7..9]);
+        assert!(matches!(layout.masked(vec![0], None, Some(0)), Err(AttentionError::EmptyWindow)));
         Ok(())
     }
 

@@ -36,15 +36,17 @@ mod steps;
 #[cfg(test)]
 mod tests;
 mod value_width;
+mod visible_ranges;
 
 pub use choice::{CheckedKernels, ChosenKernels};
 pub use compute::AttentionCompute;
 pub use error::AttentionError;
 pub use kernels::{backward, delta, forward, merge};
-pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
+pub use layout::{AttentionLayout, grouped_heads};
 pub use logits::{Logits, Sinks};
 pub use operands::{AttentionKernels, Gradients, Operands, Upstream};
 pub use steps::{Attend, QkvGradients, Returning, StartedBackward, StartedForward, StartedRecomputed};
+pub use visible_ranges::VisibleRanges;
 
 use crate::Workspace;
 use crate::memory::{Category, with_category};

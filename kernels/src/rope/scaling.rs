@@ -17,8 +17,8 @@ pub struct Rope {
     /// Whether neighboring elements form a pair (2i and 2i + 1; GPT-J, GLM, Cohere), not those half of the rotating
     /// part apart.
     pub interleaved: bool,
-    /// The β of the factor `1 + β · ln(1 + ⌊position / original_len⌋)` on queries, which grow with their position (Llama 4's
-    /// attention temperature, Ministral 3); 0 without it. It needs a scaling with an original length.
+    /// The β of the factor `1 + β · ln(1 + ⌊position / original_len⌋)` on queries, which grow with their position (Ministral 3; Llama 4
+    /// without rotation); 0 without it. It needs a scaling with an original length.
     pub query_growth: f64,
 }
 
@@ -28,6 +28,11 @@ pub struct Rope {
 pub enum Scaling {
     /// No scaling (`default`).
     None,
+    /// No rotation, only a growth of queries, which counts positions from 1 (Llama 4's attention temperature).
+    Unrotated {
+        /// Positions with the same growth.
+        original_len: u32,
+    },
     /// Positions are divided by the factor (`linear`; Chen et al. 2023, arXiv 2306.15595).
     Linear {
         /// The factor, at least 1 for longer contexts.
@@ -93,7 +98,8 @@ impl Scaling {
     pub fn original_len(self) -> Option<u32> {
         match self {
             Self::None | Self::Linear { .. } | Self::Proportional { .. } => None,
-            Self::Dynamic { original_len, .. }
+            Self::Unrotated { original_len }
+            | Self::Dynamic { original_len, .. }
             | Self::Llama3 { original_len, .. }
             | Self::Yarn { original_len, .. }
             | Self::LongRope { original_len, .. } => Some(original_len),
@@ -151,6 +157,7 @@ impl Rope {
         let unscaled = shape.or_else(uneven_part).or_else(|| positive("theta", self.theta));
         let refused = unscaled.or_else(|| match self.scaling {
             Scaling::None => None,
+            Scaling::Unrotated { original_len } => len(original_len),
             Scaling::Linear { factor } => positive("factor", factor),
             Scaling::Proportional { part, factor } => {
                 let valid = (0.0..=1.0).contains(&part);
@@ -199,6 +206,12 @@ impl Rope {
         })
     }
 
+    /// Whether anything rotates.
+    #[must_use]
+    pub fn rotates(&self) -> bool {
+        !matches!(self.scaling, Scaling::Unrotated { .. })
+    }
+
     /// The rotary embedding of keys: as that of queries, without their growth.
     #[must_use]
     pub fn of_keys(self) -> Self {
@@ -213,6 +226,10 @@ impl Rope {
                 attention_factor
             }
             _ => 1.0,
+        };
+        let position = match self.scaling {
+            Scaling::Unrotated { .. } => position.saturating_add(1),
+            _ => position,
         };
         match self.scaling.original_len().filter(|_| self.query_growth != 0.0) {
             Some(len) => amplitude * (1.0 + self.query_growth * f64::from(position / len).ln_1p()),
@@ -254,6 +271,7 @@ impl Rope {
         };
         match self.scaling {
             Scaling::None => unscaled(self.theta),
+            Scaling::Unrotated { .. } => vec![0.0; dim / 2],
             Scaling::Linear { factor } => unscaled(self.theta).into_iter().map(|f| f / factor).collect(),
             Scaling::Proportional { part, factor } => {
                 let rotating = (part * dim as f64 / 2.0) as usize;

@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The FLOPs of the preset `small`, whose attention costs as much as all else at about 1900 tokens.
-const COST: DocumentCost = DocumentCost { per_token: 18_874_368, per_pair: 12_288, window: None };
+const COST: DocumentCost =
+    DocumentCost { per_token: 18_874_368, per_pair: 12_288, window: None, chunk: None };
 
 /// Log-normal lengths from `min` to `max`, by a linear congruential generator and the sum of uniform variables.
 fn log_normal(seed: u64, count: usize, min: usize, max: usize) -> Vec<usize> {
@@ -68,7 +69,7 @@ fn every_document_is_in_one_block_and_every_rank_in_one_block_of_a_micro_step() 
 #[test]
 fn short_documents_run_on_one_rank_next_to_long_ones_on_several() {
     // Eight ranks of 16 tokens each: the long document takes four of them.
-    let cost = DocumentCost { per_token: 1, per_pair: 0, window: None };
+    let cost = DocumentCost { per_token: 1, per_pair: 0, window: None, chunk: None };
     let assignment = Assignment::new(&[9, 64, 16, 5, 16, 11, 7], &cost, grid(1, 8, 16));
     let blocks: Vec<_> =
         assignment.micro_steps[0].iter().map(|block| (block.sp_ranks.clone(), &*block.documents)).collect();
@@ -81,16 +82,22 @@ fn short_documents_run_on_one_rank_next_to_long_ones_on_several() {
 
 #[test]
 fn a_document_whose_flops_exceed_the_mean_takes_more_ranks_than_its_tokens_need() {
-    let quadratic = DocumentCost { per_token: 0, per_pair: 1, window: None };
+    let quadratic = DocumentCost { per_token: 0, per_pair: 1, window: None, chunk: None };
     let lens = [64, 16, 16, 16, 16, 16, 16];
     let of_cost = |cost: &DocumentCost| {
         let assignment = Assignment::new(&lens, cost, grid(1, 4, 64));
         let block = assignment.micro_steps[0].iter().find(|block| block.documents.contains(&0)).cloned();
         block.unwrap().sp_ranks.len()
     };
-    assert_eq!(of_cost(&DocumentCost { per_token: 1, per_pair: 0, window: None }), 2);
+    assert_eq!(of_cost(&DocumentCost { per_token: 1, per_pair: 0, window: None, chunk: None }), 2);
     assert_eq!(of_cost(&quadratic), 4);
     assert_eq!(of_cost(&DocumentCost { window: Some(4), ..quadratic }), 2, "a window makes attention linear");
+    let chunked = DocumentCost { chunk: Some(4), ..quadratic };
+    assert_eq!(
+        [3, 4, 11].map(|len| chunked.flops(len)),
+        [6, 10, 2 * 10 + 6],
+        "chunks of 4, and what is left"
+    );
 }
 
 #[test]
@@ -98,11 +105,11 @@ fn costs_count_the_pairs_that_a_causal_window_shows() {
     for window in [None, Some(1), Some(3), Some(100)] {
         for len in 0..20_usize {
             let pairs: usize = (0..len).map(|query| window.unwrap_or(len).min(query + 1)).sum();
-            let cost = DocumentCost { per_token: 1000, per_pair: 7, window };
+            let cost = DocumentCost { per_token: 1000, per_pair: 7, window, chunk: None };
             assert_eq!(cost.flops(len), (1000 * len + 7 * pairs) as u128, "{len} tokens, window {window:?}");
         }
     }
-    let cost = DocumentCost { per_token: u64::MAX, per_pair: u64::MAX, window: None };
+    let cost = DocumentCost { per_token: u64::MAX, per_pair: u64::MAX, window: None, chunk: None };
     assert!(cost.flops(u32::MAX as usize) > u128::from(u64::MAX), "no overflow");
 }
 

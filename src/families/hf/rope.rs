@@ -308,7 +308,7 @@ pub(crate) fn rope_to_hf(rope: Rope) -> Value {
 pub(crate) fn scaling_to_hf(scaling: Scaling) -> Option<(Value, Option<u64>)> {
     let positions = |len: u32, factor: f64| Some((f64::from(len) * factor).round() as u64);
     match scaling {
-        Scaling::None => None,
+        Scaling::None | Scaling::Unrotated { .. } => None,
         Scaling::Linear { factor } => Some((json!({ "rope_type": "linear", "factor": factor }), None)),
         Scaling::Proportional { part, factor } => {
             let value = json!({

@@ -1,6 +1,9 @@
-//! Llama 2 and 3.
+//! Llama 2 to 4.
 
+mod llama4;
 mod shapes;
+
+pub(super) use llama4::LLAMA4;
 
 use super::{DecoderLayer, Family, HfConfig, ModelConfig, ModelError, ModelNames};
 

@@ -2,7 +2,6 @@
 
 use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames};
 use crate::nn::AttentionConfig;
-use serde_json::{Value, json};
 
 pub(super) static SMOLLM3: Family = Family {
     model_type: "smollm3",
@@ -23,19 +22,9 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     let rope = Some(file.rope_with_default(2_000_000.0)?);
     let mut config = file.decoder(&SMOLLM3, AttentionConfig { rope, ..file.heads()? }, 1e-6)?;
     file.check_full_attention(&config)?;
-    let interval = file.interval("no_rope_layer_interval", 4)?;
-    let by_interval =
-        || Value::from_iter((1..=config.num_layers()).map(|layer| u8::from(layer % interval != 0)));
-    let has_rope = file.get("no_rope_layers").cloned().unwrap_or_else(by_interval);
-    let has_rope = has_rope.as_array().filter(|layers| layers.len() >= config.num_layers());
-    let expected = "it must be a list of 1 and 0 (no position embedding) for each layer";
-    let has_rope = has_rope.ok_or_else(|| file.error("no_rope_layers", expected))?;
-    for (layer, has_rope) in config.attention_layers_mut().zip(has_rope) {
-        match has_rope {
-            has_rope if *has_rope == json!(1) => {}
-            has_rope if *has_rope == json!(0) => layer.rope = None,
-            _ => return Err(file.error("no_rope_layers", expected)),
-        }
+    let rotates = file.rotating_layers(config.num_layers())?;
+    for (layer, _) in config.attention_layers_mut().zip(rotates).filter(|(_, rotates)| !rotates) {
+        layer.rope = None;
     }
     Ok(file.tied_by_default(config))
 }

@@ -29,7 +29,7 @@ impl HeadNorm {
     /// `[batch, seq_local, heads, head_dim]` with the normalized elements in the last dimension, sharing the storage.
     fn rows(&self, heads: &Tensor) -> Result<Tensor, LayerError> {
         match self.over {
-            QkNorm::Head => Ok(heads.clone()),
+            QkNorm::Head | QkNorm::HeadWithoutWeight => Ok(heads.clone()),
             QkNorm::AllHeads => Ok(heads.flatten_from(2)?),
         }
     }

@@ -24,8 +24,8 @@ pub use saved::{AttentionSaved, Saves};
 pub(super) use saved::{ChunkState, ReturningChunk, shares_output};
 
 use super::{
-    AttentionExtent, BackwardPass, ForwardPass, GroupNames, LayerError, Linear, Norm, NormConfig, Parameter,
-    ParameterList, TensorRank, WeightSpec,
+    AttentionExtent, AttentionMask, BackwardPass, ForwardPass, GroupNames, LayerError, Linear, Norm,
+    NormConfig, Parameter, ParameterList, TensorRank, WeightSpec,
 };
 use candle_core::Tensor;
 pub(super) use head_division::scaled;
@@ -45,6 +45,8 @@ pub struct AttentionConfig {
     pub head_dim: usize,
     /// Number of tokens that a token attends to, including itself; `None` for all of its document.
     pub window: Option<usize>,
+    /// The size of the chunks into which each document is cut, if a token attends to its own chunk only.
+    pub chunk: Option<u32>,
     /// The rotary embedding; `None` without position embedding (NoPE).
     pub rope: Option<Rope>,
     /// The factor on the logits; `None` for `1 / sqrt(head_dim)`.
@@ -77,9 +79,33 @@ pub enum QkNorm {
     Head,
     /// Those of all heads.
     AllHeads,
+    /// Those of each head, without weights. It commutes with a rotation.
+    HeadWithoutWeight,
 }
 
 impl AttentionConfig {
+    /// Heads that see the whole document, without anything else.
+    pub const fn with_heads(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
+        Self {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            window: None,
+            chunk: None,
+            rope: None,
+            scale: None,
+            qk_norm: None,
+            softcap: None,
+            qkv_bias: false,
+            o_bias: false,
+            output_gate: false,
+            values_from_keys: false,
+            value_norm: false,
+            sinks: false,
+            latent: None,
+        }
+    }
+
     /// The KV head of each query head.
     pub fn q_to_kv(&self) -> Vec<usize> {
         grouped_heads(self.num_heads, self.num_kv_heads)
@@ -99,7 +125,18 @@ impl AttentionConfig {
     /// The size of the attention, for its FLOPs.
     pub(in crate::nn) fn extent(&self) -> AttentionExtent {
         let of_heads = self.num_heads * (self.head_dim + self.value_head_dim());
-        AttentionExtent { width: of_heads / 2, window: self.window }
+        AttentionExtent { width: of_heads / 2, mask: self.mask() }
+    }
+
+    /// What a token attends to.
+    pub(in crate::nn) fn mask(&self) -> AttentionMask {
+        AttentionMask { window: self.window, chunk: self.chunk }
+    }
+
+    /// The form of the logits.
+    pub(in crate::nn) fn logits(&self) -> Logits {
+        let [scale, softcap] = [self.scale, self.softcap].map(|number| number.map(|number| number as f32));
+        Logits { scale, softcap }
     }
 
     /// Outputs of the projection of the queries per head: queries, then the gate if there is one.
@@ -181,14 +218,17 @@ impl SelfAttention {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, qk_norm, .. } = self.shape;
         if self.shape.value_norm {
             let norm = Norm::without_weight(norm.eps);
-            self.v.norm = Some(HeadNorm { norm, over: QkNorm::Head });
+            self.v.norm = Some(HeadNorm { norm, over: QkNorm::HeadWithoutWeight });
         }
         let Some(over) = qk_norm else { return };
         let [q_norm, k_norm] = projections.qk_norms;
         let parts = [(q_norm, num_heads, &mut self.q), (k_norm, num_kv_heads, &mut self.k)];
         for (name, heads, projection) in parts {
-            let size = if over == QkNorm::Head { head_dim } else { heads * head_dim };
-            let norm = Norm::new(parameters, name, size, norm);
+            let norm = match over {
+                QkNorm::Head => Norm::new(parameters, name, head_dim, norm),
+                QkNorm::AllHeads => Norm::new(parameters, name, heads * head_dim, norm),
+                QkNorm::HeadWithoutWeight => Norm::without_weight(norm.eps),
+            };
             projection.norm = Some(HeadNorm { norm, over });
         }
     }
@@ -240,10 +280,8 @@ impl SelfAttention {
         pass: &ForwardPass<'_>,
         backward: Option<&BackwardPass<'_>>,
     ) -> Result<AttentionLayout, LayerError> {
-        let AttentionConfig { window, scale, softcap, .. } = self.shape;
-        let [scale, softcap] = [scale, softcap].map(|number| number.map(|number| number as f32));
-        let logits = Logits { scale, softcap };
-        let layout = pass.ctx.attention_layout_with(chunk.q.len(), chunk.kv.len(), window, logits)?;
+        let (mask, logits) = (self.shape.mask(), self.shape.logits());
+        let layout = pass.ctx.attention_layout_with([chunk.q.len(), chunk.kv.len()], mask, logits)?;
         let Some(sinks) = self.sinks else { return Ok(layout) };
         let gradient = backward.and_then(|pass| pass.gradient(sinks)).cloned();
         let sinks = Sinks { logits: pass[sinks].clone(), gradient }.heads(&chunk.q)?;
@@ -258,7 +296,8 @@ impl SelfAttention {
         pass: &ForwardPass<'_>,
     ) -> Result<(), LayerError> {
         let Some(rope) = self.shape.rope else { return Ok(()) };
-        for (heads, rope) in [(queries, rope), (keys, rope.of_keys())] {
+        let changes = |(_, rope): &(_, Rope)| rope.rotates() || rope.query_growth != 0.0;
+        for (heads, rope) in [(queries, rope), (keys, rope.of_keys())].into_iter().filter(changes) {
             rope::apply(heads, &*pass.ctx.rope(self.shape.head_dim, rope)?, direction)?;
         }
         Ok(())

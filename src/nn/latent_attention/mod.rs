@@ -27,7 +27,7 @@ use super::{
     Linear, ParameterList, TensorRank, WeightSpec,
 };
 use low_rank::LowRank;
-use ulysses_kernels::attention::{AttentionLayout, Logits};
+use ulysses_kernels::attention::AttentionLayout;
 
 /// Latent attention, without the branch that it is in.
 #[derive(Debug)]
@@ -123,9 +123,8 @@ impl LatentAttention {
     }
 
     fn layout(&self, pass: &ForwardPass<'_>) -> Result<AttentionLayout, LayerError> {
-        let AttentionConfig { num_heads, window, scale, .. } = self.shape;
-        let logits = Logits { scale: scale.map(|scale| scale as f32), softcap: None };
-        pass.ctx.attention_layout_with(num_heads, num_heads, window, logits)
+        let num_heads = self.shape.num_heads;
+        pass.ctx.attention_layout_with([num_heads; 2], self.shape.mask(), self.shape.logits())
     }
 
     /// Refuses head chunks.

@@ -7,6 +7,8 @@ use super::weights::{ReferenceConfig, RopeScaling};
 pub enum Family {
     /// Also Mistral, Qwen2, Qwen3 and Seed-OSS.
     Llama,
+    /// Chunks where Gemma 2 has windows; the other layers do not rotate.
+    Llama4,
     Ministral,
     Ministral3,
     Gemma,
@@ -92,6 +94,9 @@ const PROPORTIONAL: f64 = 0.5;
 /// The growth of Ministral 3's queries, with the original length of its scaling.
 pub const QUERY_GROWTH: f64 = 0.7;
 
+/// The growth of Llama 4's queries in layers that do not rotate, and the positions with the same growth.
+pub const LLAMA4_GROWTH: (f64, u32) = (0.6, 5);
+
 /// Granite's factors on embedding, residual branches, attention and logits.
 pub const GRANITE: [f64; 4] = [3.0, 0.4, 0.3, 0.5];
 
@@ -137,7 +142,7 @@ impl Family {
     pub fn is_interleaved(self) -> bool {
         self.is_glm()
             || self.is_cohere()
-            || matches!(self, Self::Ernie | Self::GptJ | Self::DeepseekV2 | Self::DeepseekV3)
+            || matches!(self, Self::Llama4 | Self::Ernie | Self::GptJ | Self::DeepseekV2 | Self::DeepseekV3)
     }
 
     /// Whether norms have biases.
@@ -164,6 +169,10 @@ impl Family {
             plain_mlp: None,
         };
         match self {
+            Self::Llama4 => BlockNames {
+                gated_mlp: ["feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"],
+                ..llama
+            },
             Self::Lfm2 => BlockNames {
                 o: "self_attn.out_proj",
                 qk_norms: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
@@ -238,7 +247,8 @@ impl Family {
     pub fn has_full_layers(self) -> bool {
         matches!(
             self,
-            Self::Gemma2
+            Self::Llama4
+                | Self::Gemma2
                 | Self::Gemma3
                 | Self::Gemma4
                 | Self::Olmo3
@@ -364,18 +374,18 @@ impl ReferenceConfig {
         self.family == Family::Lfm2 && self.qkv_bias
     }
 
-    /// The window of a layer.
+    /// The window of a layer, or the size of its chunks.
     pub fn window(&self, layer: usize) -> Option<usize> {
         self.sliding_window.filter(|_| !self.family.has_full_layers() || layer.is_multiple_of(2))
     }
 
-    /// The rotary base of a layer; `None` without rotation, in every other one of SmolLM3 and those of EXAONE 4 and Command without a window.
+    /// The rotary base of a layer; `None` without rotation, in every other one of SmolLM3 and those of Llama 4, EXAONE 4 and Command without a window.
     pub fn theta(&self, layer: usize) -> Option<f64> {
         match self.family {
             Family::Gemma3 | Family::Gemma4 if self.window(layer).is_some() => Some(LOCAL_THETA),
             Family::SmolLm3 if layer % 2 == 1 => None,
             Family::Gpt2 | Family::GraniteHybrid | Family::NemotronH => None,
-            Family::Exaone4 | Family::Cohere2 if self.window(layer).is_none() => None,
+            Family::Llama4 | Family::Exaone4 | Family::Cohere2 if self.window(layer).is_none() => None,
             _ => Some(self.rope_theta),
         }
     }

@@ -4,7 +4,7 @@
 //! F intermediate size, V vocabulary.
 
 use super::batch::document_ids;
-use super::families::{Family, GRANITE, LOGIT_SCALE, QUERY_GROWTH};
+use super::families::{Family, GRANITE, LLAMA4_GROWTH, LOGIT_SCALE, QUERY_GROWTH};
 use super::latent_attention::latent_attention;
 use super::linear_attention::{linear_attention, sigmoid};
 use super::mamba2::mamba2;
@@ -71,9 +71,20 @@ pub fn row_logits(
             None => Ok(x),
         };
         let [before_attention, after_attention, before_mlp, after_mlp] = family.norms();
-        let mask = document_causal_mask(position_ids, config.window(layer))?;
+        let mask = match (family, config.window(layer)) {
+            (Family::Llama4, Some(chunk)) => {
+                let in_chunks: Vec<u32> =
+                    position_ids.iter().map(|position| position % chunk as u32).collect();
+                document_causal_mask(&in_chunks, None)?
+            }
+            (_, window) => document_causal_mask(position_ids, window)?,
+        };
         let tables = config.theta(layer).map(|theta| rope_tables(config, theta, position_ids)).transpose()?;
         let rotated = |heads: Tensor| match &tables {
+            Some((cos, sin)) if family == Family::Llama4 => {
+                let weight = Tensor::ones(config.head_dim, heads.dtype(), heads.device())?;
+                rms_norm(&rotate_neighbors(&heads, cos, sin)?, &weight, config.rms_norm_eps)
+            }
             Some((cos, sin)) if family.is_interleaved() => rotate_neighbors(&heads, cos, sin),
             Some((cos, sin)) => rotate(&heads, cos, sin),
             None => Ok(heads),
@@ -111,7 +122,7 @@ pub fn row_logits(
                 }
                 _ => (heads("q", config.num_heads)?, None),
             };
-            let q = grown(config, rotated(q)?, position_ids)?; // [H, S, D]
+            let q = grown(config, rotated(q)?, position_ids, tables.is_some())?; // [H, S, D]
             let k = repeat_kv(&rotated(heads("k", config.num_kv_heads)?)?, config)?;
             let v =
                 split_heads(&biased(if config.is_global(layer) { "k" } else { "v" })?, config.num_kv_heads)?;
@@ -283,14 +294,15 @@ pub(super) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Ok((x.broadcast_mul(cos)? + rotate_half.broadcast_mul(sin)?)?)
 }
 
-/// Queries `[H, S, D]` of Ministral 3 grow with their position.
-fn grown(config: &ReferenceConfig, queries: Tensor, position_ids: &[u32]) -> Result<Tensor> {
-    let (Family::Ministral3, RopeScaling::Yarn { original, .. }) = (config.family, config.rope_scaling)
-    else {
-        return Ok(queries);
+/// Queries `[H, S, D]` of Ministral 3 grow with their position, and those of Llama 4 in layers that do not rotate.
+fn grown(config: &ReferenceConfig, queries: Tensor, position_ids: &[u32], rotates: bool) -> Result<Tensor> {
+    let (growth, len, offset) = match (config.family, config.rope_scaling) {
+        (Family::Ministral3, RopeScaling::Yarn { original, .. }) => (QUERY_GROWTH, original as u32, 0),
+        (Family::Llama4, _) if !rotates => (LLAMA4_GROWTH.0, LLAMA4_GROWTH.1, 1),
+        _ => return Ok(queries),
     };
-    let lens = position_ids.iter().map(|position| *position as usize / original);
-    let factors: Vec<f64> = lens.map(|lens| 1.0 + QUERY_GROWTH * (1.0 + lens as f64).ln()).collect();
+    let factor = |position: &u32| 1.0 + growth * (1.0 + f64::from((position + offset) / len)).ln();
+    let factors: Vec<f64> = position_ids.iter().map(factor).collect();
     Ok(queries.broadcast_mul(&Tensor::from_vec(factors, (position_ids.len(), 1), &Device::Cpu)?)?)
 }
 
