@@ -123,16 +123,6 @@ pub enum MeshShapeError {
         /// Ranks of a ring.
         ring_size: usize,
     },
-    /// States passed on where ranks have no single range of tokens.
-    #[error(
-        "`ulysses.state_passing` needs one range of tokens per rank, but {feature}: set `ulysses.state_passing` to false, or {remedy}"
-    )]
-    StatePassing {
-        /// The setting that divides tokens otherwise.
-        feature: String,
-        /// The other setting that may be changed instead.
-        remedy: &'static str,
-    },
     /// More ranks than are supported.
     #[error("the mesh of {mesh} ranks is too large: expected at most {MAX_RANKS} ranks")]
     Overflow {

@@ -237,14 +237,6 @@ impl RawConfig {
         let reason = match sp.is_multiple_of(ring_size) {
             false => MeshShapeError::RingSize { ring_size, sp },
             true if ulysses.flexible_sp && ring_size > 1 => MeshShapeError::FlexibleRing { ring_size },
-            true if ulysses.state_passing && ring_size > 1 => {
-                let feature = format!("`ulysses.ring_size` is {ring_size}");
-                MeshShapeError::StatePassing { feature, remedy: "use no ring" }
-            }
-            true if ulysses.state_passing && ulysses.flexible_sp => {
-                let feature = "`ulysses.flexible_sp` is true".to_owned();
-                MeshShapeError::StatePassing { feature, remedy: "set `ulysses.flexible_sp` to false" }
-            }
             true => return Ok(()),
         };
         Err(self.mesh_error(reason))

@@ -35,6 +35,10 @@ pub(super) struct BlockAttention {
 impl BlockAttention {
     /// Wraps a local attention, which sees whole sequences or blocks of a ring.
     pub(super) fn new(config: &Config, groups: &TrainingGroups, local: Arc<dyn AttentionCompute>) -> Self {
+        let chain = |group: &Arc<dyn ProcessGroup>, sharding: SeqSharding| {
+            let passes_states = config.ulysses.state_passing && sharding.sp_size() > 1;
+            passes_states.then(|| Arc::new(SequenceChain::new(group.clone(), sharding)) as _)
+        };
         let blocks = match config.ulysses.flexible_sp {
             false => Vec::new(),
             true => {
@@ -45,15 +49,15 @@ impl BlockAttention {
                     let (sharding, rank) = (SeqSharding::from(group.world_size()), group.rank());
                     let attention = Arc::new(UlyssesAttention::new(local.clone(), group.clone()));
                     let heads = Some(Arc::new(UlyssesHeads::new(group.clone(), sharding)) as _);
-                    SharedAttention { attention, heads, chain: None, sharding, rank }
+                    let chain = chain(group, sharding);
+                    SharedAttention { attention, heads, chain, sharding, rank }
                 };
                 std::iter::once(alone).chain(groups.sp_blocks.iter().map(of_group)).collect()
             }
         };
         let sharding = config.seq_sharding();
         let heads = Some(Arc::new(UlyssesHeads::new(groups.sp.clone(), sharding)) as _);
-        let passes_states = config.ulysses.state_passing && groups.sp.world_size() > 1;
-        let chain = passes_states.then(|| Arc::new(SequenceChain::new(groups.sp.clone())) as _);
+        let chain = chain(&groups.sp, sharding);
         let attention: Arc<dyn Attention> = match &groups.ring {
             None => Arc::new(UlyssesAttention::new(local, groups.sp.clone())),
             Some(RingGroups { ring, ulysses }) => {

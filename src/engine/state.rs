@@ -13,7 +13,7 @@ use crate::mesh::{MeshShape, SeqSharding};
 use crate::model::{HfSource, ModelConfig};
 use crate::monitor::{RankSummary, StageIdle};
 use crate::nn::{MixerConfig, TensorRank};
-use crate::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume, SpRank};
 use crate::zero::{FlatLayout, StateBytes};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
@@ -318,7 +318,8 @@ impl Engine {
         let ring_tokens = sharding.ring_tokens(seq_len, ring_rank).len();
         let batch = passes.block_size.map_or(self.config.micro_batch_size, |_| 1);
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
-        let (passes_states, place) = (self.config.ulysses.state_passing, (sp.world_size(), sp.rank()));
+        let passes_states = self.config.ulysses.state_passing;
+        let place = SpRank { sharding, rank: sharing.rank() };
         let mut bytes = 0;
         for index in 0..self.model.layers.len() {
             let layer = model.layers[self.layer_number(index)];

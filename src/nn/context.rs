@@ -168,7 +168,7 @@ impl LayerContext {
     pub(super) fn extended_tokens(&self, reach: &Reach) -> Result<Option<Arc<ExtendedTokens>>, LayerError> {
         let Some(chain) = &self.shard_chain else { return Ok(None) };
         let mut known = self.attended.extended_tokens.lock();
-        if let Some(extended) = known.iter().find(|extended| extended.is_for(reach)) {
+        if let Some(extended) = known.iter().find(|extended| extended.is_for(chain, reach)) {
             return Ok(Some(extended.clone()));
         }
         let cu_seqlens = self.attended.layout.cu_seqlens();

@@ -2,22 +2,23 @@
 
 use super::{ExchangeVolume, SequenceParallelError};
 use crate::comm::{ProcessGroup, RecvBlock, StridedPlan};
-use crate::mesh::shard_range;
+use crate::mesh::{SeqSharding, TokenRanges};
 use crate::nn::{LayerError, LinearAttentionConfig, ShardBlocks, ShardChain, ShortConvConfig};
 use candle_core::Tensor;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::device::dry;
 
-/// An sp group without a ring, whose ranks pass states and tokens on, in one all-to-all per call.
+/// An sp group whose ranks pass states and tokens on, in one all-to-all per call.
 pub struct SequenceChain {
     group: Arc<dyn ProcessGroup>,
+    sharding: SeqSharding,
 }
 
 impl SequenceChain {
-    /// Passes over `group`, which shares each sequence evenly, in the order of the ranks.
-    pub fn new(group: Arc<dyn ProcessGroup>) -> Self {
-        Self { group }
+    /// Passes over `group`, which shares each sequence by `sharding`.
+    pub fn new(group: Arc<dyn ProcessGroup>, sharding: SeqSharding) -> Self {
+        Self { group, sharding }
     }
 }
 
@@ -26,9 +27,8 @@ impl ShardChain for SequenceChain {
         self.group.rank()
     }
 
-    fn shards(&self, seq_len: usize) -> Vec<Range<usize>> {
-        let size = self.group.world_size();
-        (0..size).map(|rank| shard_range(seq_len, size, rank)).collect()
+    fn shards(&self, seq_len: usize) -> Vec<TokenRanges> {
+        (0..self.group.world_size()).map(|rank| self.sharding.tokens(seq_len, rank)).collect()
     }
 
     fn exchange(
@@ -38,12 +38,9 @@ impl ShardChain for SequenceChain {
         ShardBlocks { send, receive, adds }: ShardBlocks,
         is_backward: bool,
     ) -> Result<(), LayerError> {
-        let own = self.rank();
-        let blocks = |(sender, blocks): (usize, Vec<_>)| {
-            let accumulate = adds && sender != own;
-            blocks.into_iter().map(|block| RecvBlock { block, accumulate }).collect()
-        };
-        let recv = receive.into_iter().enumerate().map(blocks).collect();
+        let blocks =
+            |blocks: Vec<_>| blocks.into_iter().map(|block| RecvBlock { block, accumulate: adds }).collect();
+        let recv = receive.into_iter().map(blocks).collect();
         dry::report_exchange(is_backward);
         let span = tracing::trace_span!("states", is_backward);
         let plan = Arc::new(StridedPlan { send, recv });
@@ -62,18 +59,29 @@ struct Passed {
     matrix_elems: usize,
 }
 
+/// One rank of an sp group.
+#[derive(Debug, Clone, Copy)]
+pub struct SpRank {
+    /// How the group shares each sequence.
+    pub sharding: SeqSharding,
+    /// The rank.
+    pub rank: usize,
+}
+
 impl ExchangeVolume {
-    /// The volume of the linear attention of rank r of sp ranks that pass states on, in elements of `elem_bytes`. A rank has S tokens;
-    /// there are H value heads, with states of Dk·Dv elements, b sequences, and a convolution of C channels that reads t tokens
-    /// before each. States are in f32.
+    /// The volume of the linear attention of a rank of sp that passes states on, in elements of `elem_bytes`. There are H value heads,
+    /// with states of Dk·Dv elements, b sequences, and a convolution of C channels that reads t tokens before each. States are in f32.
+    /// Forward, for each of the rank's ranges of tokens (up to two in a ring, else one):
     ///
-    /// - forward `b·C·h + b·H·(sp − 1 − r)·(Dk·Dv + Dk²)`, on the first rank without Dk²; h ≤ t·(sp − 1 − r) are those of
-    ///   the rank's tokens that are among the t before a later rank's first
-    /// - backward the same with r in the place of sp − 1 − r, earlier in that of later, and the last rank in that of the first
+    /// - `b·H·(Dk·Dv + Dk²)` to every other rank with a later range; without Dk² if the range is the first of the sequence
+    /// - `b·C` for each of its tokens that is among the t before another rank's range
+    ///
+    /// Backward the same to ranks with earlier ranges, without Dk² if the range is the last, and for the tokens that it received.
+    /// Without a ring rank r of sp has sp − 1 − r later ones, and r earlier ones.
     pub fn of_passed_states(
         shape: &LinearAttentionConfig,
         sizes: [usize; 2],
-        (size, rank): (usize, usize),
+        place: SpRank,
         elem_bytes: u64,
     ) -> Self {
         let LinearAttentionConfig { num_value_heads, key_head_dim, value_head_dim, conv_width, .. } = *shape;
@@ -83,11 +91,11 @@ impl ExchangeVolume {
             state_elems: num_value_heads * key_head_dim * value_head_dim,
             matrix_elems: num_value_heads * key_head_dim * key_head_dim,
         };
-        Self::of_passed(&passed, sizes, (size, rank), elem_bytes)
+        Self::of_passed(&passed, sizes, place, elem_bytes)
     }
 
     /// As [`of_passed_states`](Self::of_passed_states), of a short convolution, which has no state.
-    pub fn of_passed_tokens(shape: &ShortConvConfig, sizes: [usize; 2], place: (usize, usize)) -> Self {
+    pub fn of_passed_tokens(shape: &ShortConvConfig, sizes: [usize; 2], place: SpRank) -> Self {
         let (channels, tokens_before) = (shape.channels, shape.taps - 1);
         Self::of_passed(&Passed { channels, tokens_before, state_elems: 0, matrix_elems: 0 }, sizes, place, 1)
     }
@@ -95,25 +103,36 @@ impl ExchangeVolume {
     fn of_passed(
         passed: &Passed,
         [batch, seq_len]: [usize; 2],
-        (size, rank): (usize, usize),
+        SpRank { sharding, rank }: SpRank,
         elem_bytes: u64,
     ) -> Self {
-        let shard = |rank| shard_range(seq_len, size, rank);
-        // Those of a rank's tokens that another one reads.
-        let read = |owner: usize, reader: usize| {
-            let first = shard(reader).start;
-            let start = first.saturating_sub(passed.tokens_before).max(shard(owner).start);
-            first.min(shard(owner).end).saturating_sub(start) * passed.channels
+        let shard = |rank| sharding.tokens(seq_len, rank);
+        let own = shard(rank);
+        let peers: Vec<_> = (0..sharding.sp_size()).filter(|peer| *peer != rank).map(shard).collect();
+        // Those of the owner's tokens that the reader reads before its ranges.
+        let read = |owner: &TokenRanges, reader: &TokenRanges| {
+            let common = |owned: &Range<usize>, first: usize| {
+                let start = owned.start.max(first.saturating_sub(passed.tokens_before));
+                owned.end.min(first).saturating_sub(start)
+            };
+            let of_range = |range: &Range<usize>| {
+                owner.ranges().iter().map(|owned| common(owned, range.start)).sum::<usize>()
+            };
+            reader.ranges().iter().map(of_range).sum::<usize>()
         };
-        let elems = |tokens: usize, receivers: usize, is_outermost: bool| {
-            let matrix = if is_outermost { 0 } else { passed.matrix_elems };
-            let states = (batch * receivers * (passed.state_elems + matrix)) as u64;
-            (batch * tokens) as u64 + states * size_of::<f32>() as u64 / elem_bytes
+        let elems = |tokens: usize, states: usize| {
+            (batch * tokens * passed.channels) as u64
+                + (batch * states * size_of::<f32>()) as u64 / elem_bytes
         };
-        let to_later = (rank + 1..size).map(|later| read(rank, later)).sum();
-        let to_earlier = (0..rank).map(|earlier| read(earlier, rank)).sum();
-        let forward_elems = elems(to_later, size - 1 - rank, rank == 0);
-        let backward_elems = elems(to_earlier, rank, rank + 1 == size);
+        let states = |receives: &dyn Fn(&Range<usize>) -> bool, is_outermost: bool| {
+            let receivers = peers.iter().filter(|peer| peer.ranges().iter().any(receives)).count();
+            receivers * (passed.state_elems + if is_outermost { 0 } else { passed.matrix_elems })
+        };
+        let later = own.ranges().iter().map(|own| states(&|peer| peer.start > own.start, own.start == 0));
+        let earlier =
+            own.ranges().iter().map(|own| states(&|peer| peer.start < own.start, own.end == seq_len));
+        let forward_elems = elems(peers.iter().map(|peer| read(&own, peer)).sum(), later.sum());
+        let backward_elems = elems(peers.iter().map(|peer| read(peer, &own)).sum(), earlier.sum());
         Self { forward_elems, qkv_elems: forward_elems, backward_elems, delta_elems: 0 }
     }
 }

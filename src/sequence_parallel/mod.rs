@@ -35,7 +35,7 @@ mod tests;
 mod volume;
 
 pub use attention::UlyssesAttention;
-pub use chain::SequenceChain;
+pub use chain::{SequenceChain, SpRank};
 pub use error::SequenceParallelError;
 pub use exchange::{Exchange, HeadSharded, PendingExchange, Qkv, SeqSharded};
 pub use heads::UlyssesHeads;

@@ -13,7 +13,7 @@ use ulysses::engine::Engine;
 use ulysses::kernels::attention::{FlashAttention, grouped_heads};
 use ulysses::mesh::SeqSharding;
 use ulysses::nn::MixerConfig;
-use ulysses::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume, RingVolume};
+use ulysses::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume, RingVolume, SpRank};
 
 /// Eight query heads and four KV heads over three ranks: heads 3/3/2 with KV sets {0,1},
 /// {1,2}, {3}, tokens 22/21/21 of 64.
@@ -177,27 +177,56 @@ fn passed_states_have_the_bytes_of_the_closed_form() {
         (Family::Lfm2, "fp32", 4),
     ] {
         let model = ReferenceConfig { family, num_layers: 3, ..CONFIG };
-        let extra = json!({ "bf16": { "enabled": dtype == "bf16" }, "ulysses": { "state_passing": true } });
         let layers = llama_config(&model).layers;
-        for (rank, measured) in measure_with(model, 5, extra).into_iter().enumerate() {
-            let (sizes, place) = ([SEQUENCES, 64], (5, rank));
-            let volumes = layers.iter().map(|layer| match layer {
-                MixerConfig::LinearAttention(shape) => {
-                    ExchangeVolume::of_passed_states(shape, sizes, place, elem_bytes)
-                }
-                MixerConfig::ShortConv(shape) => ExchangeVolume::of_passed_tokens(shape, sizes, place),
-                _ => attention_volume(rank),
-            });
-            let [forward, backward] = volumes.fold([0, 0], |[forward, backward], volume| {
-                [forward + volume.forward_elems, backward + volume.backward_elems]
-            });
-            let bytes = measured.map(|(_, bytes)| bytes);
-            assert_eq!(
-                bytes,
-                [forward, backward].map(|elems| elems * elem_bytes),
-                "{family:?}, {dtype}, rank {rank}"
-            );
+        for (ring_size, ulysses_size) in [(1, 5), (2, 2), (3, 2), (5, 1)] {
+            let sharding = SeqSharding { ring_size, ulysses_size };
+            let ulysses = json!({ "state_passing": true, "ring_size": ring_size });
+            let extra = json!({ "bf16": { "enabled": dtype == "bf16" }, "ulysses": ulysses });
+            let measured = measure_with(model.clone(), sharding.sp_size(), extra);
+            for (rank, measured) in measured.into_iter().enumerate() {
+                let (sizes, place) = ([SEQUENCES, 64], SpRank { sharding, rank });
+                let volumes = layers.iter().map(|layer| match layer {
+                    MixerConfig::LinearAttention(shape) => {
+                        ExchangeVolume::of_passed_states(shape, sizes, place, elem_bytes)
+                    }
+                    MixerConfig::ShortConv(shape) => ExchangeVolume::of_passed_tokens(shape, sizes, place),
+                    _ if ring_size == 1 => attention_volume(rank),
+                    // Over other groups than sp.
+                    _ => ExchangeVolume::default(),
+                });
+                let [forward, backward] = volumes.fold([0, 0], |[forward, backward], volume| {
+                    [forward + volume.forward_elems, backward + volume.backward_elems]
+                });
+                assert_eq!(
+                    measured.map(|(_, bytes)| bytes),
+                    [forward, backward].map(|elems| elems * elem_bytes),
+                    "{family:?}, {dtype}, {sharding:?}, rank {rank}"
+                );
+            }
         }
+    }
+}
+
+/// Without a ring, each rank has one range.
+#[test]
+fn passed_states_go_to_all_later_ranks_and_their_gradients_to_all_earlier_ones() {
+    let model = llama_config(&ReferenceConfig { family: Family::Qwen35, num_layers: 3, ..CONFIG });
+    let Some(MixerConfig::LinearAttention(shape)) = model.layers.first() else { panic!("{model:?}") };
+    let state = shape.num_value_heads * shape.key_head_dim * shape.value_head_dim;
+    let matrix = shape.num_value_heads * shape.key_head_dim * shape.key_head_dim;
+    let halo = (2 * shape.key_dim() + shape.value_dim()) * (shape.conv_width - 1);
+    for rank in 0..5 {
+        let place = SpRank { sharding: SeqSharding::from(5), rank };
+        let volume = ExchangeVolume::of_passed_states(shape, [SEQUENCES, 64], place, 4);
+        let elems = |receivers: usize, has_matrix: bool| {
+            let matrix = if has_matrix { matrix } else { 0 };
+            (SEQUENCES * (receivers * (state + matrix) + if receivers > 0 { halo } else { 0 })) as u64
+        };
+        assert_eq!(
+            [volume.forward_elems, volume.backward_elems],
+            [elems(4 - rank, rank > 0), elems(rank, rank < 4)],
+            "rank {rank}"
+        );
     }
 }
 

@@ -191,7 +191,7 @@ fn partitions_over_sp_recomputation_and_head_chunks_train_the_same_with_flexible
 }
 
 #[test]
-fn linear_attention_sees_whole_documents_with_flexible_sp() {
+fn linear_attention_sees_whole_documents_with_flexible_sp_also_if_states_are_passed_on() {
     let mut hybrid = model().unwrap();
     let linear = LinearAttentionConfig {
         num_key_heads: 1,
@@ -206,10 +206,15 @@ fn linear_attention_sees_whole_documents_with_flexible_sp() {
     let hybrid =
         hybrid.with_attention(|layer| (layer.output_gate, layer.qk_norm) = (true, Some(QkNorm::Head)));
     let data = data(Packing::Greedy, false).unwrap();
-    let with = |mesh, flexible| run_model(&hybrid, &config(mesh, 1, flexible, &json!({})).unwrap(), &data);
-    let alone = with((1, 1), false).unwrap();
-    for mesh in [(2, 2), (1, 4)] {
-        assert_equal(&with(mesh, true).unwrap(), &alone, 2e-5, &format!("{mesh:?}"));
+    let with = |mesh, flexible, passes_states: bool| {
+        let extra = json!({ "ulysses": { "state_passing": passes_states } });
+        run_model(&hybrid, &config(mesh, 1, flexible, &extra).unwrap(), &data).unwrap()
+    };
+    let alone = with((1, 1), false, false);
+    let meshes = [((2, 2), false), ((1, 4), false), ((2, 2), true), ((1, 4), true), ((1, 6), true)];
+    for (mesh, passes_states) in meshes {
+        let context = format!("{mesh:?}, states passed: {passes_states}");
+        assert_equal(&with(mesh, true, passes_states), &alone, 2e-5, &context);
     }
 }
 

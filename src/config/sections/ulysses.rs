@@ -76,8 +76,8 @@ keys! {
         /// per rank and micro step is unchanged. Evaluation is not changed.
         pub flexible_sp: bool = flag(),
         /// Linear attention, Mamba 2 and short convolutions compute each rank's tokens on that rank, for all heads, and pass on the
-        /// states after them, instead of exchanging tokens for heads. The bytes do not depend on `seq_len`; the recurrence is computed two
-        /// to three times. Attention is not changed. Without rings.
+        /// states after them, instead of exchanging tokens for heads. The bytes do not depend on `seq_len`, but grow with sp; the recurrence is
+        /// computed two to three times. Attention is not changed.
         pub state_passing: bool = flag(),
         /// Stages of pipeline parallelism and the order of their passes.
         pub pipeline: PipelineConfig = section(),

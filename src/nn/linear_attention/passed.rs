@@ -1,11 +1,11 @@
 //! Linear attention of this rank's tokens only: ranks pass states on.
 //!
-//! Per head of each sequence, the state after a rank's tokens is `T·state + S` of the state before them. Ranks compute T and S
-//! of their own tokens, send both to all later ranks, and compose those of earlier ones to the state before their tokens. The backward
-//! pass is the same with Tᵀ, from the last rank to the first. This is the scan of affine maps by which linear recurrences are computed in
-//! parallel (Martin and Cundy 2018, arXiv 1709.04057), over ranks.
+//! Per head of each sequence, the state after a range of tokens is `T·state + S` of the state before it. Ranks compute T and S
+//! of their own ranges (up to two in a ring, else one), send both to all ranks with later ones, and compose those of earlier ones to the state
+//! before their tokens. The backward pass is the same with Tᵀ, from the last range to the first. This is the scan of affine maps by which
+//! linear recurrences are computed in parallel (Martin and Cundy 2018, arXiv 1709.04057), over ranks.
 //!
-//! The kernels know nothing of it: states are tokens. Those before a rank's own have unit vectors as keys, and store the rows of
+//! The kernels know nothing of it: states are tokens. Those before a range have unit vectors as keys, and store the rows of
 //! the state as their values, at rate 1. Those after have unit vectors as queries, and read them. T is what becomes of the unit matrix
 //! if it is stored, and no value after it.
 
@@ -57,20 +57,20 @@ impl LinearAttention {
         let operands = self.passed_operands(&mixed, extended, pass)?;
         let recur = || self.recur(&operands, keep, pass);
         let first = extended.is_first().then(recur).transpose()?;
-        let own = match &first {
-            Some((o, _)) => AffineMap { constant: Some(self.states_after(o, extended, ws)?), matrix: None },
-            None if extended.is_last() => AffineMap::default(),
-            None => self.affine_map(&operands, extended, ws)?,
+        let mut own = match &first {
+            Some((o, _)) => {
+                extended.read_maps(o, self.shape.value_head_dim, self.query_scale().recip(), ws)?
+            }
+            None if extended.is_last() => vec![AffineMap::default()],
+            None => self.affine_maps(&operands, extended, pass)?,
         };
-        let before = extended.pass_on(&own, self.state_dims(&operands), Direction::Forward, ws)?;
-        if let Some(before) = &before {
-            extended.store_before(before, &operands.qkv[2])?;
-        }
+        let before = extended.pass_on(&mut own, self.state_dims(&operands), Direction::Forward, ws)?;
+        extended.store_before(&before, &operands.qkv[2])?;
         let (o, states) = first.map_or_else(recur, Ok)?;
         operands.recycle(pass);
         let out = in_dtype(extended.within(o, ws)?, ws.options().dtype, ws)?;
-        pass.recycle(own.constant);
-        let saved = HeadsSaved { mixed, states, passed: PassedStates { before, matrix: own.matrix } };
+        let matrices = own.into_iter().map(|map| map.matrix).collect();
+        let saved = HeadsSaved { mixed, states, passed: PassedStates { before, matrices } };
         if keep {
             return Ok((out, Some(saved)));
         }
@@ -82,16 +82,14 @@ impl LinearAttention {
     /// Collective.
     pub(super) fn backward_passed(
         &self,
-        HeadsSaved { mixed, states, passed: PassedStates { before, matrix } }: HeadsSaved,
+        HeadsSaved { mixed, states, passed: PassedStates { before, matrices } }: HeadsSaved,
         dout: Tensor,
         extended: &ExtendedTokens,
         pass: &BackwardPass<'_>,
     ) -> Result<Mixed<Tensor>, LayerError> {
         let (forward, ws) = (&pass.forward, pass.forward.workspace());
         let operands = self.passed_operands(&mixed, extended, forward)?;
-        if let Some(before) = &before {
-            extended.store_before(before, &operands.qkv[2])?;
-        }
+        extended.store_before(&before, &operands.qkv[2])?;
         let dout = extended.around(in_dtype(dout, DType::F32, ws)?, ws)?;
         let like = |tensor: &Tensor| ws.alloc_f32(tensor.dims());
         let ([q, k, v], [g, beta]) = (&operands.qkv, &operands.gates);
@@ -101,22 +99,26 @@ impl LinearAttention {
         let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: dskip.as_ref() };
         let states = states.unwrap_or_else(|| unreachable!("every rank has all heads"));
         let backward = || linear_attention::backward(&operands.borrow(), &states, &dout, &gradients, ws);
-        let mut own = AffineMap { constant: None, matrix };
+        let mut own: Vec<_> =
+            matrices.into_iter().map(|matrix| AffineMap { constant: None, matrix }).collect();
         if !extended.is_first() {
-            // Without the gradient of the state after the tokens, which is not known yet.
+            // Without the gradients of the states after the tokens, which are not known yet.
             backward()?;
-            own.constant = Some(extended.read_before(dv, ws)?);
+            let constants = extended.read_before(dv, ws)?;
+            own.iter_mut().zip(constants).for_each(|(map, constant)| map.constant = constant);
         }
-        let after = extended.pass_on(&own, self.state_dims(&operands), Direction::Backward, ws)?;
-        forward.recycle(own.constant.into_iter().chain(own.matrix));
-        if let Some(after) = after {
-            elementwise::scale(&after, self.query_scale().recip())?;
+        let after = extended.pass_on(&mut own, self.state_dims(&operands), Direction::Backward, ws)?;
+        forward.recycle(own.into_iter().filter_map(|map| map.matrix));
+        if extended.is_first() || after.iter().any(Option::is_some) {
+            for after in after.iter().flatten() {
+                elementwise::scale(after, self.query_scale().recip())?;
+            }
             extended.store_after(&after, &dout)?;
-            forward.recycle([after]);
+            forward.recycle(after.into_iter().flatten());
             backward()?;
         }
         operands.recycle(forward);
-        forward.recycle([states, dout].into_iter().chain(before));
+        forward.recycle([states, dout].into_iter().chain(before.into_iter().flatten()));
 
         let share = self.all_heads();
         self.backward_skip(dskip, &share, pass)?;
@@ -186,15 +188,21 @@ impl LinearAttention {
         Ok((o, states))
     }
 
-    /// S and T of this rank's tokens, each in some columns of the same values.
-    fn affine_map(
+    /// S and T of this rank's ranges, each in some columns of the same values.
+    fn affine_maps(
         &self,
         operands: &RecurrenceOperands,
         extended: &ExtendedTokens,
-        ws: &Workspace,
-    ) -> Result<AffineMap, LayerError> {
-        let v = &operands.qkv[2];
+        pass: &ForwardPass<'_>,
+    ) -> Result<Vec<AffineMap>, LayerError> {
+        let (v, ws, scale) = (&operands.qkv[2], pass.workspace(), self.query_scale().recip());
         let (batch, rows, heads, value_dim) = v.dims4()?;
+        if !extended.has_matrices() {
+            let (o, _) = self.recur(operands, false, pass)?;
+            let maps = extended.read_maps(&o, value_dim, scale, ws)?;
+            ws.recycle(o);
+            return Ok(maps);
+        }
         let width = value_dim + self.shape.key_head_dim;
         let values = ws.alloc_f32((batch, rows, heads, width))?;
         elementwise::fill(&values, 0.0)?;
@@ -205,23 +213,9 @@ impl LinearAttention {
         extended.write_units_before(1.0, &values, value_dim, ws)?;
         let o = ws.alloc_f32(values.dims())?;
         linear_attention::forward(&operands.with_values(&values), &o, None, ws)?;
-        elementwise::scale(&o, self.query_scale().recip())?;
-        let constant = extended.read_after(&o, 0..value_dim, ws)?;
-        let matrix = extended.read_after(&o, value_dim..width, ws)?;
+        let maps = extended.read_maps(&o, value_dim, scale, ws)?;
         [values, o].into_iter().for_each(|tensor| ws.recycle(tensor));
-        Ok(AffineMap { constant: Some(constant), matrix: Some(matrix) })
-    }
-
-    /// The states after the tokens.
-    fn states_after(
-        &self,
-        o: &Tensor,
-        extended: &ExtendedTokens,
-        ws: &Workspace,
-    ) -> Result<Tensor, LayerError> {
-        let states = extended.read_after(o, 0..self.shape.value_head_dim, ws)?;
-        elementwise::scale(&states, self.query_scale().recip())?;
-        Ok(states)
+        Ok(maps)
     }
 
     /// The dimensions of S and T.

@@ -28,21 +28,21 @@ pub(super) struct HeadsSaved {
 /// States of a rank that passes them on, kept for the backward pass, in f32.
 #[derive(Default)]
 pub(super) struct PassedStates {
-    /// The state before its tokens; `None` on the first rank.
-    pub(super) before: Option<Tensor>,
-    /// T; `None` on the first and the last rank.
-    pub(super) matrix: Option<Tensor>,
+    /// The state before each range of its tokens; `None` before the first of all.
+    pub(super) before: Vec<Option<Tensor>>,
+    /// T of each range; `None` of the first and the last of all.
+    pub(super) matrices: Vec<Option<Tensor>>,
 }
 
 impl LinearAttentionSaved {
     /// Bytes of the tensors.
     pub fn bytes(&self) -> usize {
-        let HeadsSaved { mixed, states, passed: PassedStates { before, matrix } } = &self.heads;
+        let HeadsSaved { mixed, states, passed } = &self.heads;
+        let PassedStates { before, matrices } = passed;
         mixed
             .iter()
             .chain(states)
-            .chain(before)
-            .chain(matrix)
+            .chain(before.iter().chain(matrices).flatten())
             .chain([&self.out, &self.z])
             .map(tensor::bytes)
             .sum()
@@ -58,6 +58,7 @@ impl LinearAttentionSaved {
 impl HeadsSaved {
     pub(super) fn recycle(self, pass: &ForwardPass<'_>) {
         pass.recycle(Vec::from(self.mixed));
-        pass.recycle(self.states.into_iter().chain(self.passed.before).chain(self.passed.matrix));
+        let PassedStates { before, matrices } = self.passed;
+        pass.recycle(self.states.into_iter().chain(before.into_iter().chain(matrices).flatten()));
     }
 }

@@ -1,11 +1,10 @@
 //! This rank's tokens, with rows for what is before and after them.
 
 use super::rows::{Rows, copy_rows};
+use super::segments::{Segment, Segments};
 use super::{ShardBlocks, ShardChain};
 use crate::nn::LayerError;
 use candle_core::{DType, Shape, Tensor};
-use std::cmp::Ordering;
-use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::linear_attention::LinearAttentionLayout;
 use ulysses_kernels::strided_copy::StridedBlock;
@@ -22,16 +21,15 @@ pub(in crate::nn) struct Reach {
     pub(in crate::nn) v_to_k: Vec<usize>,
 }
 
-/// The rows of `[batch, rows, …]` tensors: those before a rank's tokens, its tokens, and those after them.
+/// The rows of `[batch, rows, …]` tensors: for each range of a rank's tokens those before it, its tokens, and those after it.
 ///
-/// Rows before the tokens first hold the last tokens of earlier ranks, for the convolution, then a state, for the recurrence.
+/// Rows before the tokens first hold the last tokens before the range, for the convolution, then a state, for the recurrence.
 pub(in crate::nn) struct ExtendedTokens {
     chain: Arc<dyn ShardChain>,
     reach: Reach,
-    shards: Vec<Range<usize>>,
+    pub(super) segments: Segments,
     batch: usize,
-    before: usize,
-    /// A rank's first document begins among the tokens before it. The rows after the tokens are a document of their own.
+    /// A range's first document begins among the rows before it. The rows after the tokens are a document of their own.
     convolved: Documents,
     /// The rows of a state belong to the document that continues there, or else are a document of their own.
     recurrence: LinearAttentionLayout,
@@ -48,38 +46,22 @@ impl ExtendedTokens {
         cu_seqlens: &[Vec<u32>],
     ) -> Result<Self, LayerError> {
         let seq_len = cu_seqlens.first().and_then(|boundaries| boundaries.last()).copied().unwrap_or(0);
-        let shards = chain.shards(seq_len as usize);
-        let own = shards[chain.rank()].clone();
-        let (before, state_rows) = (reach.state_rows.max(reach.tokens_before), reach.state_rows);
-        let rows = before + own.len() + state_rows;
-        let documents = |of_sequence: &dyn Fn(&[u32]) -> Range<usize>| {
-            let boundaries = |documents: &Vec<u32>| {
-                let Range { start, end } = of_sequence(documents);
-                let inner = documents.iter().map(|boundary| *boundary as usize);
-                let inner = inner.filter(|boundary| own.start < *boundary && *boundary < own.end);
-                let inner = inner.map(|boundary| before + boundary - own.start);
-                let all = [0, start].into_iter().chain(inner).chain([end, rows]);
-                all.map(|row| row as u32).collect::<Vec<u32>>()
-            };
-            Documents::new(cu_seqlens.iter().map(boundaries).collect::<Vec<_>>())
-        };
-        let end = before + own.len();
-        let convolved = documents(&|boundaries| {
-            let known = tokens_before(boundaries, own.start).min(reach.tokens_before);
-            before - known..end
+        let around = [reach.state_rows.max(reach.tokens_before), reach.state_rows];
+        let segments = Segments::new(&*chain, seq_len as usize, around);
+        let convolved = segments.documents(cu_seqlens, |boundaries, tokens| {
+            [tokens_before(boundaries, tokens.start).min(reach.tokens_before), 0]
         })?;
-        let recurrence = documents(&|boundaries| {
-            let continues_at = |token| if tokens_before(boundaries, token) > 0 { state_rows } else { 0 };
-            before - continues_at(own.start)..end + continues_at(own.end)
+        let recurrence = segments.documents(cu_seqlens, |boundaries, tokens| {
+            [tokens.start, tokens.end]
+                .map(|token| if tokens_before(boundaries, token) > 0 { reach.state_rows } else { 0 })
         })?;
         let recurrence = LinearAttentionLayout::new(recurrence, &*reach.v_to_k);
-        let batch = cu_seqlens.len();
-        Ok(Self { chain, reach, shards, batch, before, convolved, recurrence })
+        Ok(Self { chain, reach, segments, batch: cu_seqlens.len(), convolved, recurrence })
     }
 
-    /// Whether these are the extended tokens of a module with this reach.
-    pub(in crate::nn) fn is_for(&self, reach: &Reach) -> bool {
-        self.reach == *reach
+    /// Whether these are the extended tokens of a module with this reach, over these ranks.
+    pub(in crate::nn) fn is_for(&self, chain: &Arc<dyn ShardChain>, reach: &Reach) -> bool {
+        Arc::ptr_eq(&self.chain, chain) && self.reach == *reach
     }
 
     /// Documents for the convolution.
@@ -92,34 +74,35 @@ impl ExtendedTokens {
         &self.recurrence
     }
 
-    /// Whether no rank has earlier tokens.
+    /// Whether no tokens are before any of this rank's ranges.
     pub(in crate::nn) fn is_first(&self) -> bool {
-        self.chain.rank() == 0
+        self.segments.own().iter().all(|segment| self.segments.is_first(segment))
     }
 
-    /// Whether no rank has later tokens.
+    /// Whether one of this rank's ranges has tokens before and after it, and so a matrix.
+    pub(in crate::nn) fn has_matrices(&self) -> bool {
+        let segments = &self.segments;
+        segments.own().iter().any(|segment| !segments.is_first(segment) && !segments.is_last(segment))
+    }
+
+    /// Whether no tokens are after any of this rank's ranges.
     pub(in crate::nn) fn is_last(&self) -> bool {
-        self.chain.rank() + 1 == self.shards.len()
+        self.segments.own().iter().all(|segment| self.segments.is_last(segment))
     }
 
     /// The dimensions of a tensor with these rows, of one with this rank's tokens.
     fn dims(&self, own: &Tensor) -> Vec<usize> {
-        let rows = self.before + self.own().len() + self.reach.state_rows;
-        [&[self.batch, rows], &own.dims()[2..]].concat()
+        [&[self.batch, self.segments.num_rows()], &own.dims()[2..]].concat()
     }
 
-    /// The rows of the state before the tokens.
-    pub(super) fn state_before(&self, tensor: &Tensor) -> Rows {
-        Rows::new(tensor, self.before - self.reach.state_rows, self.reach.state_rows)
+    /// The rows of the state before a range.
+    pub(super) fn state_before(&self, tensor: &Tensor, segment: &Segment) -> Rows {
+        Rows::new(tensor, segment.first_row - self.reach.state_rows, self.reach.state_rows)
     }
 
-    /// The rows of the state after the tokens.
-    pub(super) fn state_after(&self, tensor: &Tensor) -> Rows {
-        Rows::new(tensor, self.before + self.own().len(), self.reach.state_rows)
-    }
-
-    fn tokens(&self, tensor: &Tensor) -> Rows {
-        Rows::new(tensor, self.before, self.own().len())
+    /// The rows of the state after a range.
+    pub(super) fn state_after(&self, tensor: &Tensor, segment: &Segment) -> Rows {
+        Rows::new(tensor, segment.rows().end, self.reach.state_rows)
     }
 
     /// Adds rows of zeros around this rank's tokens, and recycles these.
@@ -129,7 +112,9 @@ impl ExtendedTokens {
     pub(in crate::nn) fn around(&self, own: Tensor, ws: &Workspace) -> Result<Tensor, LayerError> {
         let all = alloc(self.dims(&own), own.dtype(), ws)?;
         elementwise::fill(&all, 0.0)?;
-        copy_rows((&own, Rows::of_all(&own)), (&all, self.tokens(&all)))?;
+        for [own_rows, rows] in self.rows_of_tokens(&own, &all) {
+            copy_rows((&own, own_rows), (&all, rows))?;
+        }
         ws.recycle(own);
         Ok(all)
     }
@@ -137,27 +122,41 @@ impl ExtendedTokens {
     /// The inverse of [`around`](Self::around), which drops the other rows.
     pub(in crate::nn) fn within(&self, all: Tensor, ws: &Workspace) -> Result<Tensor, LayerError> {
         let mut dims = all.dims().to_vec();
-        dims[1] = self.own().len();
+        dims[1] = self.segments.num_tokens();
         let own = alloc(dims, all.dtype(), ws)?;
-        copy_rows((&all, self.tokens(&all)), (&own, Rows::of_all(&own)))?;
+        for [own_rows, rows] in self.rows_of_tokens(&own, &all) {
+            copy_rows((&all, rows), (&own, own_rows))?;
+        }
         ws.recycle(all);
         Ok(own)
     }
 
+    /// The rows of each range in a tensor of this rank's tokens, and in an extended one.
+    fn rows_of_tokens(&self, own: &Tensor, all: &Tensor) -> impl Iterator<Item = [Rows; 2]> {
+        self.segments.own().iter().map(|segment| {
+            let len = segment.tokens.len();
+            [Rows::new(own, segment.first_token, len), Rows::new(all, segment.first_row, len)]
+        })
+    }
+
     /// Sets all rows but those of the tokens to zero.
     pub(in crate::nn) fn clear_around(&self, all: &Tensor, ws: &Workspace) -> Result<(), LayerError> {
+        let [before, after] = self.segments.around;
         let mut dims = all.dims().to_vec();
-        dims[1] = self.before.max(self.reach.state_rows);
+        dims[1] = before.max(after);
         let zeros = alloc(dims, all.dtype(), ws)?;
         elementwise::fill(&zeros, 0.0)?;
-        for rows in [Rows::new(all, 0, self.before), self.state_after(all)] {
-            copy_rows((&zeros, Rows::new(&zeros, 0, rows.len())), (all, rows))?;
+        for segment in self.segments.own() {
+            let before = Rows::new(all, segment.first_row - before, before);
+            for rows in [before, self.state_after(all, segment)] {
+                copy_rows((&zeros, Rows::new(&zeros, 0, rows.len())), (all, rows))?;
+            }
         }
         ws.recycle(zeros);
         Ok(())
     }
 
-    /// Extends tensors by the tokens before them, and by zeros. Collective.
+    /// Extends tensors by the tokens before each range, and by zeros. Collective.
     ///
     /// # Shapes
     /// `[batch, seq_local, heads, dim]` → `[batch, rows, heads, dim]`.
@@ -166,18 +165,13 @@ impl ExtendedTokens {
         tensors: &[Tensor],
         ws: &Workspace,
     ) -> Result<Vec<Tensor>, LayerError> {
-        let extended = |tensor: &Tensor| -> Result<Tensor, LayerError> {
-            let extended = ws.alloc(self.dims(tensor))?;
-            elementwise::fill(&extended, 0.0)?;
-            Ok(extended)
-        };
-        let extended = tensors.iter().map(extended).collect::<Result<Vec<_>, _>>()?;
+        let extended = zeros(tensors.iter().map(|tensor| self.dims(tensor)), ws)?;
         let [send, receive] = self.blocks(tensors, &extended);
         self.chain.exchange(tensors, &extended, ShardBlocks { send, receive, adds: false }, false)?;
         Ok(extended)
     }
 
-    /// The backward of [`extend`](Self::extend): adds the gradients that other ranks have of this rank's tokens. Collective.
+    /// The backward of [`extend`](Self::extend): adds the gradients that all ranks have of this rank's tokens. Collective.
     ///
     /// # Shapes
     /// `[batch, rows, heads, dim]` → `[batch, seq_local, heads, dim]`.
@@ -186,11 +180,9 @@ impl ExtendedTokens {
         extended: &[Tensor],
         ws: &Workspace,
     ) -> Result<Vec<Tensor>, LayerError> {
-        let own = |tensor: &Tensor| -> Result<Tensor, LayerError> {
-            let (_, _, heads, dim) = tensor.dims4()?;
-            Ok(ws.alloc((self.batch, self.own().len(), heads, dim))?)
-        };
-        let own = extended.iter().map(own).collect::<Result<Vec<_>, _>>()?;
+        let dims =
+            |tensor: &Tensor| [&[self.batch, self.segments.num_tokens()], &tensor.dims()[2..]].concat();
+        let own = zeros(extended.iter().map(dims), ws)?;
         let [receive, send] = self.blocks(&own, extended);
         self.chain.exchange(extended, &own, ShardBlocks { send, receive, adds: true }, true)?;
         Ok(own)
@@ -198,48 +190,67 @@ impl ExtendedTokens {
 
     /// The blocks that this rank sends of its tokens, and that it receives of extended tokens.
     fn blocks(&self, tensors: &[Tensor], extended: &[Tensor]) -> [Vec<Vec<StridedBlock>>; 2] {
-        let (rank, own) = (self.chain.rank(), self.own());
-        let reached = |rank: usize| {
-            let first = self.shards[rank].start;
-            first.saturating_sub(self.reach.tokens_before)..first
+        let blocks = |of: &[Tensor], rows: &dyn Fn(&Tensor) -> Rows| -> Vec<StridedBlock> {
+            of.iter().enumerate().map(|(index, tensor)| rows(tensor).block(index)).collect()
         };
-        let common = |a: &Range<usize>, b: &Range<usize>| a.start.max(b.start)..a.end.min(b.end);
-        let sent = |receiver: usize| match receiver.cmp(&rank) {
-            Ordering::Less => 0..0,
-            Ordering::Equal => own.clone(),
-            Ordering::Greater => common(own, &reached(receiver)),
+        let (own, ranks) = (self.chain.rank(), 0..self.segments.num_ranks());
+        let sent = |receiver| {
+            let moved = self.moved(own, receiver);
+            moved.flat_map(|moved| blocks(tensors, &|tensor| Rows::new(tensor, moved.token, moved.len)))
         };
-        let received = |sender: usize| match sender.cmp(&rank) {
-            Ordering::Less => common(&self.shards[sender], &reached(rank)),
-            Ordering::Equal => own.clone(),
-            Ordering::Greater => 0..0,
+        let received = |sender| {
+            let moved = self.moved(sender, own);
+            moved.flat_map(|moved| blocks(extended, &|tensor| Rows::new(tensor, moved.row, moved.len)))
         };
-        let blocks = |tokens: Range<usize>, of: &[Tensor], row_of_first: usize| {
-            // Received tokens may be before this rank's own.
-            let row = (row_of_first + tokens.start).saturating_sub(own.start);
-            let block = |(index, tensor)| Rows::new(tensor, row, tokens.len()).block(index);
-            if tokens.is_empty() { Vec::new() } else { of.iter().enumerate().map(block).collect() }
-        };
-        let ranks = 0..self.shards.len();
         [
-            ranks.clone().map(|receiver| blocks(sent(receiver), tensors, 0)).collect(),
-            ranks.map(|sender| blocks(received(sender), extended, self.before)).collect(),
+            ranks.clone().map(|receiver| sent(receiver).collect()).collect(),
+            ranks.map(|sender| received(sender).collect()).collect(),
         ]
     }
 
-    /// This rank's tokens.
-    fn own(&self) -> &Range<usize> {
-        &self.shards[self.chain.rank()]
-    }
-
-    /// Number of ranks.
-    pub(super) fn num_ranks(&self) -> usize {
-        self.shards.len()
+    /// The tokens of one rank that another one has in its extended tensors.
+    fn moved(&self, sender: usize, receiver: usize) -> impl Iterator<Item = Moved> {
+        let pairs = self
+            .segments
+            .of(receiver)
+            .iter()
+            .flat_map(move |to| self.segments.of(sender).iter().map(move |from| (from, to)));
+        pairs.filter_map(|(from, to)| {
+            let read = match from.place == to.place {
+                true => to.tokens.clone(),
+                false => to.tokens.start.saturating_sub(self.reach.tokens_before)..to.tokens.start,
+            };
+            let (start, end) = (read.start.max(from.tokens.start), read.end.min(from.tokens.end));
+            (start < end).then(|| Moved {
+                token: from.first_token + start - from.tokens.start,
+                row: to.first_row + start - to.tokens.start,
+                len: end - start,
+            })
+        })
     }
 
     pub(super) fn chain(&self) -> &dyn ShardChain {
         &*self.chain
     }
+}
+
+/// Tokens of one rank in the extended tensors of another one.
+struct Moved {
+    /// The first one, among the tokens of its rank.
+    token: usize,
+    /// Its row in extended tensors.
+    row: usize,
+    len: usize,
+}
+
+/// Tensors of zeros in the type of the activations.
+fn zeros(dims: impl Iterator<Item = Vec<usize>>, ws: &Workspace) -> Result<Vec<Tensor>, LayerError> {
+    let zeros = |dims| -> Result<Tensor, LayerError> {
+        let zeros = ws.alloc(dims)?;
+        elementwise::fill(&zeros, 0.0)?;
+        Ok(zeros)
+    };
+    dims.map(zeros).collect()
 }
 
 /// A tensor of the workspace, in f32 or the type of the activations.

@@ -24,11 +24,6 @@ impl Rows {
         Self { batch, all, width: tensor.dims()[2..].iter().product(), first, len }
     }
 
-    /// All rows.
-    pub(super) fn of_all(tensor: &Tensor) -> Self {
-        Self::new(tensor, 0, tensor.dims()[1])
-    }
-
     /// Their number.
     pub(super) fn len(&self) -> usize {
         self.len

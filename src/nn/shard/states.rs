@@ -1,6 +1,7 @@
 //! States between ranks: matrices that are stored and read as tokens, and affine maps of them.
 
-use super::rows::Rows;
+use super::rows::{Rows, copy_rows};
+use super::segments::Segment;
 use super::{ExtendedTokens, ShardBlocks};
 use crate::nn::LayerError;
 use candle_core::Tensor;
@@ -8,17 +9,17 @@ use std::ops::Range;
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 use ulysses_kernels::{Workspace, elementwise, linear};
 
-/// The state after a rank's tokens as a function of the state before them, `matrix · state + constant`, per sequence and head; or the
-/// gradient of the state before them as a function of that after them, with the transposed matrix.
+/// The state after a range of tokens as a function of the state before it, `matrix · state + constant`, per sequence and head; or the
+/// gradient of the state before it as a function of that after it, with the transposed matrix.
 #[derive(Debug, Default)]
 pub(in crate::nn) struct AffineMap {
-    /// `[batch, heads, key_dim, value_dim]`
+    /// `[batch, heads, key_dim, value_dim]`; `None` if no range gets the result.
     pub(in crate::nn) constant: Option<Tensor>,
-    /// `[batch, heads, key_dim, key_dim]`; `None` if the rank gets no state, or no gradient of one.
+    /// `[batch, heads, key_dim, key_dim]`; `None` if the range gets no state, or no gradient of one.
     pub(in crate::nn) matrix: Option<Tensor>,
 }
 
-/// The direction in which states, or their gradients, pass through the ranks.
+/// The direction in which states, or their gradients, pass through the sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::nn) enum Direction {
     /// To later tokens.
@@ -27,79 +28,184 @@ pub(in crate::nn) enum Direction {
     Backward,
 }
 
+/// The map of one range.
+struct Link {
+    /// The number of ranges before it, in a direction.
+    place: usize,
+    map: AffineMap,
+    /// Its index among this rank's ranges, if it is one of them.
+    own: Option<usize>,
+}
+
 impl ExtendedTokens {
-    /// Sends a rank's map to all that are further in this direction. Returns the state, or the gradient, that comes to this rank; `None`
-    /// on the first one in this direction. Collective.
+    /// Sends the maps of this rank's ranges, whose constants it takes, to all ranks that have a range further in this direction. Returns
+    /// the state, or the gradient, that comes to each of this rank's ranges; `None` for the first of all in this direction. Collective.
     ///
     /// # Shapes
     /// `dims`: those of constants and matrices. Result: as a constant.
     pub(in crate::nn) fn pass_on(
         &self,
-        own: &AffineMap,
+        own: &mut [AffineMap],
         dims: [[usize; 4]; 2],
         direction: Direction,
         ws: &Workspace,
-    ) -> Result<Option<Tensor>, LayerError> {
-        let (rank, size) = (self.chain().rank(), self.num_ranks());
-        let (senders, receivers): (Vec<usize>, _) = match direction {
-            Direction::Forward => ((0..rank).collect(), rank + 1..size),
-            Direction::Backward => ((rank + 1..size).rev().collect(), 0..rank),
+    ) -> Result<Vec<Option<Tensor>>, LayerError> {
+        let mut links = self.exchange_maps(own, dims, direction, ws)?;
+        links.sort_unstable_by_key(|link| link.place);
+        let farthest = links.iter().rposition(|link| link.own.is_some());
+        let (mut states, mut state) = (vec![None; own.len()], None);
+        for (index, Link { map, own, .. }) in links.into_iter().enumerate() {
+            let own_state = own.map(|own| &mut states[own]);
+            let is_kept = own_state.is_some();
+            if let Some(own_state) = own_state {
+                own_state.clone_from(&state);
+            }
+            if Some(index) == farthest {
+                map.constant.into_iter().for_each(|constant| ws.recycle(constant));
+                break;
+            }
+            let next = apply(&map, state.as_ref(), direction)?;
+            let received = map.matrix.filter(|_| !is_kept);
+            let passed = state.filter(|_| !is_kept);
+            passed.into_iter().chain(received).for_each(|tensor| ws.recycle(tensor));
+            state = next;
+        }
+        Ok(states)
+    }
+
+    /// The maps of this rank's ranges, and of those before its last one in this direction.
+    fn exchange_maps(
+        &self,
+        own: &mut [AffineMap],
+        dims: [[usize; 4]; 2],
+        direction: Direction,
+        ws: &Workspace,
+    ) -> Result<Vec<Link>, LayerError> {
+        let (segments, rank, size) = (&self.segments, self.chain().rank(), self.segments.num_ranks());
+        let place = |segment: &Segment| match direction {
+            Direction::Forward => segment.place,
+            Direction::Backward => segments.len - 1 - segment.place,
         };
-        let alloc = |dims: [usize; 4]| ws.alloc_f32(dims.to_vec());
-        let map = |index: usize| -> Result<Vec<Tensor>, LayerError> {
-            let dims = if index == 0 { &dims[..1] } else { &dims };
-            Ok(dims.iter().map(|dims| alloc(*dims)).collect::<Result<_, _>>()?)
+        let sent = |sender: usize, receiver: usize| {
+            let last = segments.of(receiver).iter().map(place).max().unwrap_or(0);
+            segments.of(sender).iter().enumerate().filter(move |(_, segment)| place(segment) < last)
         };
-        let received = (0..senders.len()).map(map).collect::<Result<Vec<_>, _>>()?;
-        let whole =
-            |(index, tensor): (usize, &Tensor)| StridedBlock::contiguous(index, 0, tensor.elem_count());
+        let whole = |index: usize, tensor: &Tensor| StridedBlock::contiguous(index, 0, tensor.elem_count());
         let mut blocks =
             ShardBlocks { send: vec![Vec::new(); size], receive: vec![Vec::new(); size], adds: false };
-        let outputs = received.concat();
-        let mut of_outputs = outputs.iter().enumerate().map(whole);
-        for (sender, map) in senders.into_iter().zip(&received) {
-            blocks.receive[sender] = of_outputs.by_ref().take(map.len()).collect();
+
+        let (mut inputs, mut blocks_of_own, mut links) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, (map, segment)) in own.iter_mut().zip(segments.own()).enumerate() {
+            let first = inputs.len();
+            let map = AffineMap { constant: map.constant.take(), matrix: map.matrix.clone() };
+            inputs.extend(map.constant.iter().chain(&map.matrix).cloned());
+            let of_map = inputs.iter().enumerate().skip(first).map(|(index, tensor)| whole(index, tensor));
+            blocks_of_own.push(of_map.collect::<Vec<_>>());
+            links.push(Link { place: place(segment), map, own: Some(index) });
         }
-        let inputs: Vec<Tensor> = own.constant.iter().chain(&own.matrix).cloned().collect();
-        receivers.for_each(|receiver| blocks.send[receiver] = inputs.iter().enumerate().map(whole).collect());
-        let is_backward = direction == Direction::Backward;
-        self.chain().exchange(&inputs, &outputs, blocks, is_backward)?;
-        let mut state = None;
-        for map in received {
-            state = Some(apply(map, state, direction, ws)?);
+        let mut outputs = Vec::new();
+        for other in (0..size).filter(|other| *other != rank) {
+            blocks.send[other] =
+                sent(rank, other).flat_map(|(index, _)| blocks_of_own[index].clone()).collect();
+            for (_, segment) in sent(other, rank) {
+                let place = place(segment);
+                let [constant, matrix] = dims.map(|dims| dims.to_vec());
+                let matrix = (place > 0).then(|| ws.alloc_f32(matrix)).transpose()?;
+                let map = AffineMap { constant: Some(ws.alloc_f32(constant)?), matrix };
+                for tensor in map.constant.iter().chain(&map.matrix) {
+                    blocks.receive[other].push(whole(outputs.len(), tensor));
+                    outputs.push(tensor.clone());
+                }
+                links.push(Link { place, map, own: None });
+            }
         }
-        Ok(state)
+        self.chain().exchange(&inputs, &outputs, blocks, direction == Direction::Backward)?;
+        Ok(links)
     }
 
-    /// Writes the state before the tokens, `[batch, heads, key_dim, dim]`, to their rows, `[batch, rows, heads, dim]`.
-    pub(in crate::nn) fn store_before(&self, state: &Tensor, rows: &Tensor) -> Result<(), LayerError> {
-        let (_, _, heads, dim) = rows.dims4()?;
-        store(state, rows, self.state_before(rows).matrices(heads, 0..dim))
+    /// Reads the map of each range from the output of the recurrence, times `scale`: constants from the first `value_dim` columns of each
+    /// head, matrices from the others.
+    ///
+    /// # Shapes
+    /// `o`: `[batch, rows, heads, value_dim + key_dim]`, or without the last `key_dim` if no range has a matrix.
+    pub(in crate::nn) fn read_maps(
+        &self,
+        o: &Tensor,
+        value_dim: usize,
+        scale: f32,
+        ws: &Workspace,
+    ) -> Result<Vec<AffineMap>, LayerError> {
+        let (_, _, heads, width) = o.dims4()?;
+        let read = |segment: &Segment, columns: Range<usize>| -> Result<Tensor, LayerError> {
+            let states = read(o, self.state_after(o, segment).matrices(heads, columns), ws)?;
+            elementwise::scale(&states, scale)?;
+            Ok(states)
+        };
+        let map = |segment: &Segment| -> Result<AffineMap, LayerError> {
+            let (is_first, is_last) = (self.segments.is_first(segment), self.segments.is_last(segment));
+            let constant = (!is_last).then(|| read(segment, 0..value_dim)).transpose()?;
+            let matrix = (!is_first && !is_last).then(|| read(segment, value_dim..width)).transpose()?;
+            Ok(AffineMap { constant, matrix })
+        };
+        self.segments.own().iter().map(map).collect()
     }
 
-    /// As [`store_before`](Self::store_before), of the state after the tokens.
-    pub(in crate::nn) fn store_after(&self, state: &Tensor, rows: &Tensor) -> Result<(), LayerError> {
-        let (_, _, heads, dim) = rows.dims4()?;
-        store(state, rows, self.state_after(rows).matrices(heads, 0..dim))
-    }
-
-    /// The inverse of [`store_before`](Self::store_before).
-    pub(in crate::nn) fn read_before(&self, rows: &Tensor, ws: &Workspace) -> Result<Tensor, LayerError> {
-        let (_, _, heads, dim) = rows.dims4()?;
-        read(rows, self.state_before(rows).matrices(heads, 0..dim), ws)
-    }
-
-    /// The inverse of [`store_after`](Self::store_after), for some of the columns.
-    pub(in crate::nn) fn read_after(
+    /// Reads the state before each range from its rows, `[batch, rows, heads, dim]`; `None` for the first of all.
+    ///
+    /// # Shapes
+    /// Result: `[batch, heads, key_dim, dim]`.
+    pub(in crate::nn) fn read_before(
         &self,
         rows: &Tensor,
-        columns: Range<usize>,
         ws: &Workspace,
-    ) -> Result<Tensor, LayerError> {
-        read(rows, self.state_after(rows).matrices(rows.dims()[2], columns), ws)
+    ) -> Result<Vec<Option<Tensor>>, LayerError> {
+        let (_, _, heads, dim) = rows.dims4()?;
+        let read = |segment: &Segment| {
+            let has_state = !self.segments.is_first(segment);
+            has_state
+                .then(|| read(rows, self.state_before(rows, segment).matrices(heads, 0..dim), ws))
+                .transpose()
+        };
+        self.segments.own().iter().map(read).collect()
     }
 
-    /// Writes `value` times the unit matrix to the rows of the state before the tokens, in the columns of each head from `first` on.
+    /// The inverse of [`read_before`](Self::read_before).
+    pub(in crate::nn) fn store_before(
+        &self,
+        states: &[Option<Tensor>],
+        rows: &Tensor,
+    ) -> Result<(), LayerError> {
+        self.store(states, rows, Self::state_before)
+    }
+
+    /// As [`store_before`](Self::store_before), of the states after the ranges.
+    pub(in crate::nn) fn store_after(
+        &self,
+        states: &[Option<Tensor>],
+        rows: &Tensor,
+    ) -> Result<(), LayerError> {
+        self.store(states, rows, Self::state_after)
+    }
+
+    fn store(
+        &self,
+        states: &[Option<Tensor>],
+        rows: &Tensor,
+        place: impl Fn(&Self, &Tensor, &Segment) -> Rows,
+    ) -> Result<(), LayerError> {
+        let (_, _, heads, dim) = rows.dims4()?;
+        for (state, segment) in states.iter().zip(self.segments.own()) {
+            let Some(state) = state else { continue };
+            let blocks = with_packed(place(self, rows, segment).matrices(heads, 0..dim));
+            let copies: Vec<_> = blocks
+                .map(|(block, packed)| BlockCopy { from: packed, to: block, accumulate: false })
+                .collect();
+            copy_blocks(&[state], &[rows], &copies)?;
+        }
+        Ok(())
+    }
+
+    /// Writes `value` times the unit matrix to the rows of the states before the tokens, in the columns of each head from `first` on.
     pub(in crate::nn) fn write_units_before(
         &self,
         value: f32,
@@ -107,7 +213,8 @@ impl ExtendedTokens {
         first: usize,
         ws: &Workspace,
     ) -> Result<(), LayerError> {
-        write_units(value, rows, self.state_before(rows).diagonals(rows.dims()[2], first), ws)
+        let diagonals = |segment| self.state_before(rows, segment).diagonals(rows.dims()[2], first);
+        write_units(value, rows, self.segments.own().iter().flat_map(diagonals).collect(), ws)
     }
 
     /// As [`write_units_before`](Self::write_units_before), after the tokens.
@@ -117,33 +224,34 @@ impl ExtendedTokens {
         rows: &Tensor,
         ws: &Workspace,
     ) -> Result<(), LayerError> {
-        write_units(value, rows, self.state_after(rows).diagonals(rows.dims()[2], 0), ws)
+        let diagonals = |segment| self.state_after(rows, segment).diagonals(rows.dims()[2], 0);
+        write_units(value, rows, self.segments.own().iter().flat_map(diagonals).collect(), ws)
     }
 
-    /// Sets the rows of the state before the tokens to 1.
+    /// Sets the rows of the states before the tokens to 1.
     pub(in crate::nn) fn write_ones_before(&self, rows: &Tensor, ws: &Workspace) -> Result<(), LayerError> {
-        let before = self.state_before(rows);
         let mut dims = rows.dims().to_vec();
-        dims[1] = before.len();
+        dims[1] = self.segments.around[0];
         let ones = ws.alloc_f32(dims)?;
         elementwise::fill(&ones, 1.0)?;
-        super::rows::copy_rows((&ones, Rows::of_all(&ones)), (rows, before))?;
+        for segment in self.segments.own() {
+            let before = self.state_before(rows, segment);
+            copy_rows((&ones, Rows::new(&ones, 0, before.len())), (rows, before))?;
+        }
         ws.recycle(ones);
         Ok(())
     }
 }
 
-/// The value of a map, `[constant, matrix]`, or `[constant]` of the first one.
+/// The value of a map; `None` of one without a constant. Overwrites the constant.
 fn apply(
-    map: Vec<Tensor>,
-    state: Option<Tensor>,
+    map: &AffineMap,
+    state: Option<&Tensor>,
     direction: Direction,
-    ws: &Workspace,
-) -> Result<Tensor, LayerError> {
-    let mut map = map.into_iter();
-    let constant = map.next().unwrap_or_else(|| unreachable!("every map has a constant"));
-    if let (Some(state), Some(matrix)) = (state, map.next()) {
-        let [matrices, states, constants] = [&matrix, &state, &constant].map(|tensor| tensor.flatten_to(1));
+) -> Result<Option<Tensor>, LayerError> {
+    let Some(constant) = &map.constant else { return Ok(None) };
+    if let (Some(state), Some(matrix)) = (state, &map.matrix) {
+        let [matrices, states, constants] = [matrix, state, constant].map(|tensor| tensor.flatten_to(1));
         let (matrices, states, constants) = (matrices?, states?, constants?);
         for head in 0..matrices.dims()[0] {
             let [matrix, state, constant] = [&matrices, &states, &constants].map(|tensor| tensor.get(head));
@@ -152,21 +260,11 @@ fn apply(
                 Direction::Backward => linear::backward_weight(&matrix?, &state?, &constant?)?,
             }
         }
-        ws.recycle(matrix);
-        ws.recycle(state);
     }
-    Ok(constant)
+    Ok(Some(constant.clone()))
 }
 
-/// Copies the matrices of every sequence, one after another, to blocks.
-fn store(matrices: &Tensor, rows: &Tensor, blocks: Vec<StridedBlock>) -> Result<(), LayerError> {
-    let copies: Vec<_> = with_packed(blocks)
-        .map(|(block, packed)| BlockCopy { from: packed, to: block, accumulate: false })
-        .collect();
-    Ok(copy_blocks(&[matrices], &[rows], &copies)?)
-}
-
-/// The inverse of [`store`].
+/// Copies blocks to matrices of every sequence, one after another.
 fn read(rows: &Tensor, blocks: Vec<StridedBlock>, ws: &Workspace) -> Result<Tensor, LayerError> {
     let (key_dim, columns) = blocks.first().map_or((0, 0), |block| (block.rows, block.run));
     let matrices = ws.alloc_f32((rows.dims()[0], blocks.len(), key_dim, columns))?;

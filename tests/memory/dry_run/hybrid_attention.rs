@@ -99,6 +99,7 @@ pub(super) fn cases() -> Vec<Case> {
         })
     };
     let passed = |recomputed: bool| json!({ "state_passing": true, "activation_checkpointing": recomputed });
+    let passed_in_ring = |ring: usize| json!({ "state_passing": true, "ring_size": ring });
     let mut passed_with_tp = with_tp(3);
     passed_with_tp["ulysses"] = passed(true);
     vec![
@@ -127,6 +128,21 @@ pub(super) fn cases() -> Vec<Case> {
         case("linear attention, pp 2, tp 3, states passed", hybrid(), (1, 2), 24, passed_with_tp),
         case("Mamba 2, 1 x 4, states passed", mamba(), (1, 4), 25, ulysses(passed(true))),
         case("convolutions, 2 x 3, tokens passed", convolutions(), (2, 3), 23, ulysses(passed(false))),
+        case(
+            "linear attention, a ring of 3, states passed",
+            hybrid(),
+            (2, 3),
+            23,
+            ulysses(passed_in_ring(3)),
+        ),
+        case("Mamba 2, a ring of 2 x 2, states passed", mamba(), (1, 4), 25, ulysses(passed_in_ring(2))),
+        case(
+            "convolutions, a ring of 2, tokens passed",
+            convolutions(),
+            (1, 2),
+            23,
+            ulysses(passed_in_ring(2)),
+        ),
         case("a head with a bias, 2 x 3", head_bias(false), (2, 3), 23, ulysses(json!({}))),
         case(
             "a tied head with a bias, tiles",
