@@ -4,6 +4,7 @@
 use super::arg_check::ArgCheck;
 use super::{Call, CommError, Pending, ProcessGroup, RecvBlock, StridedBlock, StridedPlan};
 use candle_core::Tensor;
+use std::collections::HashMap;
 use std::sync::Arc;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 use ulysses_kernels::tensor::zeros;
@@ -75,15 +76,18 @@ impl ArgCheck<'_> {
 fn lost_block(plan: &StridedPlan) -> Option<String> {
     let of_rank =
         |(rank, blocks): (usize, &'_ Vec<RecvBlock>)| (0..blocks.len()).map(move |index| (rank, index));
-    let places: Vec<(usize, usize)> = plan.recv.iter().enumerate().flat_map(of_rank).collect();
     let at = |(rank, index): (usize, usize)| &plan.recv[rank][index];
-    let overwritten = |(before, &place): (usize, &(usize, usize))| {
+    // Ranks that receive thousands of blocks receive most of them into tensors of their own.
+    let mut of_tensors: HashMap<usize, Vec<(usize, usize)>> = HashMap::new();
+    let mut overwritten = |place: (usize, usize)| {
         let RecvBlock { block, accumulate } = at(place);
-        let earlier = if *accumulate { &[] } else { &places[..before] };
-        let lost = earlier.iter().find(|&&earlier| block.overlaps(&at(earlier).block))?;
-        Some((place, *lost))
+        let earlier = of_tensors.entry(block.tensor).or_default();
+        let lost =
+            earlier.iter().find(|&&earlier| !accumulate && block.overlaps(&at(earlier).block)).copied();
+        earlier.push(place);
+        Some((place, lost?))
     };
-    let (place, lost) = places.iter().enumerate().find_map(overwritten)?;
+    let (place, lost) = plan.recv.iter().enumerate().flat_map(of_rank).find_map(&mut overwritten)?;
     let ((rank, index), (lost_rank, lost_index)) = (place, lost);
     Some(format!(
         "recv block {index} from rank {rank} overwrites elements of recv block {lost_index} from rank {lost_rank}; of \

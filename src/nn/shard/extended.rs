@@ -212,9 +212,9 @@ impl ExtendedTokens {
     fn moved(&self, sender: usize, receiver: usize) -> impl Iterator<Item = Moved> {
         let pairs = self
             .segments
-            .of(receiver)
+            .on(receiver)
             .iter()
-            .flat_map(move |to| self.segments.of(sender).iter().map(move |from| (from, to)));
+            .flat_map(move |to| self.segments.on(sender).iter().map(move |from| (from, to)));
         pairs.filter_map(|(from, to)| {
             let read = match from.place == to.place {
                 true => to.tokens.clone(),

@@ -27,7 +27,7 @@ impl Segment {
 /// The ranges of all ranks.
 pub(super) struct Segments {
     rank: usize,
-    of_ranks: Vec<Vec<Segment>>,
+    by_rank: Vec<Vec<Segment>>,
     /// Number of ranges of all ranks.
     pub(super) len: usize,
     /// Rows before and after each range.
@@ -40,7 +40,7 @@ impl Segments {
         let mut starts: Vec<usize> =
             shards.iter().flat_map(TokenRanges::ranges).map(|tokens| tokens.start).collect();
         starts.sort_unstable();
-        let of_rank = |shard: &TokenRanges| {
+        let segments = |shard: &TokenRanges| {
             let (mut first_token, mut row) = (0, 0);
             let segment = |tokens: &Range<usize>| {
                 let place = starts.partition_point(|start| *start < tokens.start);
@@ -52,22 +52,22 @@ impl Segments {
             };
             shard.ranges().iter().map(segment).collect()
         };
-        Self { rank: chain.rank(), of_ranks: shards.iter().map(of_rank).collect(), len: starts.len(), around }
+        Self { rank: chain.rank(), by_rank: shards.iter().map(segments).collect(), len: starts.len(), around }
     }
 
     /// Number of ranks.
     pub(super) fn num_ranks(&self) -> usize {
-        self.of_ranks.len()
+        self.by_rank.len()
     }
 
     /// The ranges of a rank.
-    pub(super) fn of(&self, rank: usize) -> &[Segment] {
-        &self.of_ranks[rank]
+    pub(super) fn on(&self, rank: usize) -> &[Segment] {
+        &self.by_rank[rank]
     }
 
     /// The ranges of this rank.
     pub(super) fn own(&self) -> &[Segment] {
-        self.of(self.rank)
+        self.on(self.rank)
     }
 
     /// Number of this rank's tokens.

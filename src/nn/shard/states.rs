@@ -55,19 +55,18 @@ impl ExtendedTokens {
         let farthest = links.iter().rposition(|link| link.own.is_some());
         let (mut states, mut state) = (vec![None; own.len()], None);
         for (index, Link { map, own, .. }) in links.into_iter().enumerate() {
-            let own_state = own.map(|own| &mut states[own]);
-            let is_kept = own_state.is_some();
-            if let Some(own_state) = own_state {
-                own_state.clone_from(&state);
+            if let Some(own) = own {
+                states[own].clone_from(&state);
             }
             if Some(index) == farthest {
                 map.constant.into_iter().for_each(|constant| ws.recycle(constant));
                 break;
             }
             let next = apply(&map, state.as_ref(), direction)?;
-            let received = map.matrix.filter(|_| !is_kept);
-            let passed = state.filter(|_| !is_kept);
-            passed.into_iter().chain(received).for_each(|tensor| ws.recycle(tensor));
+            // The caller keeps the states before its own ranges, and their matrices.
+            if own.is_none() {
+                state.into_iter().chain(map.matrix).for_each(|tensor| ws.recycle(tensor));
+            }
             state = next;
         }
         Ok(states)
@@ -87,26 +86,26 @@ impl ExtendedTokens {
             Direction::Backward => segments.len - 1 - segment.place,
         };
         let sent = |sender: usize, receiver: usize| {
-            let last = segments.of(receiver).iter().map(place).max().unwrap_or(0);
-            segments.of(sender).iter().enumerate().filter(move |(_, segment)| place(segment) < last)
+            let last = segments.on(receiver).iter().map(place).max().unwrap_or(0);
+            segments.on(sender).iter().enumerate().filter(move |(_, segment)| place(segment) < last)
         };
         let whole = |index: usize, tensor: &Tensor| StridedBlock::contiguous(index, 0, tensor.elem_count());
         let mut blocks =
             ShardBlocks { send: vec![Vec::new(); size], receive: vec![Vec::new(); size], adds: false };
 
-        let (mut inputs, mut blocks_of_own, mut links) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut inputs, mut own_blocks, mut links) = (Vec::new(), Vec::new(), Vec::new());
         for (index, (map, segment)) in own.iter_mut().zip(segments.own()).enumerate() {
             let first = inputs.len();
             let map = AffineMap { constant: map.constant.take(), matrix: map.matrix.clone() };
             inputs.extend(map.constant.iter().chain(&map.matrix).cloned());
-            let of_map = inputs.iter().enumerate().skip(first).map(|(index, tensor)| whole(index, tensor));
-            blocks_of_own.push(of_map.collect::<Vec<_>>());
+            let map_blocks =
+                inputs.iter().enumerate().skip(first).map(|(index, tensor)| whole(index, tensor));
+            own_blocks.push(map_blocks.collect::<Vec<_>>());
             links.push(Link { place: place(segment), map, own: Some(index) });
         }
         let mut outputs = Vec::new();
         for other in (0..size).filter(|other| *other != rank) {
-            blocks.send[other] =
-                sent(rank, other).flat_map(|(index, _)| blocks_of_own[index].clone()).collect();
+            blocks.send[other] = sent(rank, other).flat_map(|(index, _)| own_blocks[index].clone()).collect();
             for (_, segment) in sent(other, rank) {
                 let place = place(segment);
                 let [constant, matrix] = dims.map(|dims| dims.to_vec());
