@@ -69,9 +69,20 @@ impl HfConfig<'_> {
         layer: AttentionConfig,
         default_eps: f64,
     ) -> Result<ModelConfig, ModelError> {
+        self.decoder_with_mlp(family, layer, default_eps, self.size("intermediate_size")?)
+    }
+
+    /// As [`decoder`](Self::decoder), with the width of its MLPs, if that is not `intermediate_size`.
+    pub(crate) fn decoder_with_mlp(
+        &self,
+        family: &'static Family,
+        layer: AttentionConfig,
+        default_eps: f64,
+        mlp_size: usize,
+    ) -> Result<ModelConfig, ModelError> {
         let AttentionConfig { num_heads, num_kv_heads, .. } = layer;
         let (hidden_size, num_layers) = (self.size("hidden_size")?, self.num_layers("num_hidden_layers")?);
-        let sizes = [hidden_size, num_layers, num_heads, num_kv_heads, self.size("intermediate_size")?];
+        let sizes = [hidden_size, num_layers, num_heads, num_kv_heads, mlp_size];
         Ok(ModelConfig {
             vocab_size: self.size("vocab_size")?,
             layers: vec![layer.into(); num_layers],

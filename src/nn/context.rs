@@ -18,7 +18,7 @@ use ulysses_kernels::linear_attention::LinearAttentionLayout;
 use ulysses_kernels::rope::{self, Rope};
 use ulysses_kernels::{Documents, Workspace};
 
-/// What a token attends to: all tokens of its document that are not later, or fewer.
+/// The limits of causal attention within a document; without any, a token attends to itself and all earlier tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AttentionMask {
     /// Number of tokens, including its own; `None` for all.
@@ -359,6 +359,7 @@ impl LayerContext {
         // The visible keys do not depend on the heads.
         let masked = match layouts.iter().find(|known| known.mask == mask) {
             Some(known) => known.layout.with_heads(heads),
+            None if mask == AttentionMask::default() => self.attended.layout.with_heads(heads),
             None => self.attended.layout.masked(heads, mask.window, mask.chunk)?,
         };
         let layout = masked.with_logits(logits);

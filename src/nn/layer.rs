@@ -9,7 +9,7 @@ use std::any::Any;
 pub struct AttentionExtent {
     /// Query elements per token: `num_heads · head_dim`; half the sum of those of queries and values, if these differ.
     pub width: usize,
-    /// What a token attends to.
+    /// The attention mask.
     pub mask: AttentionMask,
 }
 

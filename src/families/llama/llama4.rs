@@ -52,16 +52,8 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     }
     let bias = file.flag("attention_bias")?;
     let heads = AttentionConfig { qkv_bias: bias, o_bias: bias, ..file.heads_with_head_dim(128)? };
-    let (hidden_size, num_layers) = (file.size("hidden_size")?, file.num_layers("num_hidden_layers")?);
-    let mlp_size = file.size("intermediate_size_mlp")?;
-    let sizes = [hidden_size, num_layers, heads.num_heads, heads.num_kv_heads, mlp_size];
-    let mut config = ModelConfig {
-        vocab_size: file.size("vocab_size")?,
-        rms_norm_eps: file.number("rms_norm_eps", 1e-5)?,
-        initializer_range: file.number("initializer_range", 0.02)?,
-        tie_word_embeddings: file.flag("tie_word_embeddings")?,
-        ..ModelConfig::with_sizes(&LLAMA4, sizes)
-    };
+    let mut config = file.decoder_with_mlp(&LLAMA4, heads, 1e-5, file.size("intermediate_size_mlp")?)?;
+    let num_layers = config.num_layers();
     let rotates = match file.get("no_rope_layers") {
         // As transformers reads an empty list.
         Some(layers) if *layers == json!([]) => file.rotating_layers_by_interval(num_layers)?,

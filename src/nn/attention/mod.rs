@@ -128,7 +128,7 @@ impl AttentionConfig {
         AttentionExtent { width: of_heads / 2, mask: self.mask() }
     }
 
-    /// What a token attends to.
+    /// The attention mask.
     pub(in crate::nn) fn mask(&self) -> AttentionMask {
         AttentionMask { window: self.window, chunk: self.chunk }
     }
