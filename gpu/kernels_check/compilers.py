@@ -26,6 +26,7 @@ HEADERS = (
     "attention_fused_backward.cuh",
     "attention_softmax.cuh",
     "linear_attention.cuh",
+    "linear_attention_channels.cuh",
 )
 
 

@@ -1,4 +1,4 @@
-// What both passes share: chunks, working memory, and products of small matrices. The formulas are those of
+// Chunks, working memory, and products of small matrices, which both passes share. The formulas are those of
 // `src/linear_attention/cpu/mod.rs`.
 
 namespace {
@@ -8,7 +8,10 @@ constexpr u32 kChunk = 64, kColumns = 32;
 constexpr u32 kNone = 0xffffffff;
 
 // `Rule` of `src/linear_attention/mod.rs`. In kernels for sums, errors are the values, and there is no L.
-enum class Rule { delta, sum };
+enum class Rule { delta, channel_delta, sum };
+template <Rule kRule> constexpr bool kIsDelta = kRule != Rule::sum;
+// With decays per channel of the keys, those of value heads are 1.
+template <Rule kRule> constexpr bool kHasChannels = kRule == Rule::channel_delta;
 
 // As in `src/linear_attention/cuda/mod.rs`. `rows` are the tokens of a segment in the working memory, of which each has `key_row`
 // elements of a key head and `value_row` of a value head. `slots` are the states of a segment there, `saved` those that a forward pass
@@ -61,6 +64,46 @@ template <typename F> struct KeyRows {
         kk = memory + 2 * rows + row * kChunk;
     }
 };
+
+// Rows of a chunk in the working memory of a key head with decays per channel, behind `KeyRows`: γ, Q∘exp(γ), K∘exp(γ) and
+// K∘exp(γ_end − γ).
+template <typename F> struct ChannelRows {
+    F *decay, *q, *k, *stored;
+
+    __device__ __forceinline__ ChannelRows(F *memory, const Chunk &chunk, u32 head, const Sizes &sizes) {
+        const u64 rows = sizes.rows, dim = sizes.key_dim;
+        memory += (static_cast<u64>(chunk.sequence) * sizes.key_heads + head) * rows * sizes.key_row;
+        decay = memory + rows * (2 * dim + 2 * kChunk + 2) + chunk.row * dim;
+        q = decay + rows * dim;
+        k = q + rows * dim;
+        stored = k + rows * dim;
+    }
+
+    // γ of the chunk's last token.
+    __device__ __forceinline__ F *end(u32 len, u32 dim) const { return decay + static_cast<u64>(len - 1) * dim; }
+};
+
+// The rows of a chunk that read the state before it, of queries and of keys, and those that store in the state behind it; but for the
+// decays of value heads.
+struct StateRows {
+    const float *q, *k, *stored;
+
+    template <Rule kRule>
+    static __device__ __forceinline__ StateRows of(const float *memory, const Chunk &chunk, u32 head, const Sizes &sizes) {
+        if constexpr (kHasChannels<kRule>) {
+            const ChannelRows<const float> rows(memory, chunk, head, sizes);
+            return {rows.q, rows.k, rows.stored};
+        } else {
+            const KeyRows<const float> rows(memory, chunk, head, sizes);
+            return {rows.q, rows.k, rows.k};
+        }
+    }
+};
+
+// Decays `width` columns of a state by channel over a chunk that ends with the sums `end`, before `multiply` adds to them.
+__device__ __forceinline__ void decay_state(float *state, const float *end, u32 key_dim, u32 width, u32 row) {
+    for (u32 e = threadIdx.x; e < key_dim * width; e += kThreads) state[e / width * row + e % width] *= expf(end[e / width]);
+}
 
 // Rows of a chunk in the working memory of a value head: sums of g from the chunk's start, rates, errors, updates, and by the delta
 // rule (I + L)⁻¹. Then the state `[Dk, Dv]` behind the chunk that was processed last, and the states before chunks.
@@ -193,6 +236,9 @@ __device__ __forceinline__ void write_attention(float *a, const float *qk, const
     macro(delta, float, f32)           \
     macro(delta, bf16, bf16)           \
     macro(delta, f16, f16)             \
+    macro(channel_delta, float, f32)   \
+    macro(channel_delta, bf16, bf16)   \
+    macro(channel_delta, f16, f16)     \
     macro(sum, float, f32)             \
     macro(sum, bf16, bf16)             \
     macro(sum, f16, f16)

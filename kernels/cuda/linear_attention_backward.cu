@@ -2,6 +2,7 @@
 
 #include "common.cuh"
 #include "linear_attention.cuh"
+#include "linear_attention_channels.cuh"
 
 namespace {
 
@@ -43,9 +44,6 @@ __device__ __forceinline__ void add_terms(float *gradient, float *dots, const fl
     __syncthreads();
 }
 
-// A row of the working memory of gradients: distance between rows in shared memory, which avoids bank conflicts of columns.
-constexpr u32 kPitch = kChunk + 1;
-
 // Replaces the gradient of A by that of the products of queries and keys, and by the delta rule the gradient of L by that of the
 // products of keys, symmetric. Writes the gradients of γ and of the rates that come from them.
 template <Rule kRule>
@@ -60,7 +58,7 @@ __device__ __forceinline__ void backward_pairs(float *da, float *dl, const Sums 
                 const float factor = expf(decay[i] - decay[j]);
                 da[at] *= factor;
                 float of_pair = da[at] * qk[i * kChunk + j];
-                if constexpr (kRule == Rule::delta) {
+                if constexpr (kIsDelta<kRule>) {
                     const float of_kk = dl[at] * factor;
                     dl[at] = rate[i] * of_kk;
                     of_rate += of_kk * kk[i * kChunk + j];
@@ -68,7 +66,7 @@ __device__ __forceinline__ void backward_pairs(float *da, float *dl, const Sums 
                 }
                 of_decay += of_pair;
             } else {
-                if constexpr (kRule == Rule::delta) dl[at] = 0.0f;
+                if constexpr (kIsDelta<kRule>) dl[at] = 0.0f;
                 if (j > i) da[at] = 0.0f;
             }
         }
@@ -79,7 +77,7 @@ __device__ __forceinline__ void backward_pairs(float *da, float *dl, const Sums 
         for (u32 row = i + 1; row < len; ++row) {
             const u32 at = row * kPitch + i;
             float of_pair = da[at] * qk[row * kChunk + i];
-            if constexpr (kRule == Rule::delta) {
+            if constexpr (kIsDelta<kRule>) {
                 of_pair += dl[at] * kk[row * kChunk + i];
                 dl[i * kPitch + row] = dl[at];
             }
@@ -90,23 +88,12 @@ __device__ __forceinline__ void backward_pairs(float *da, float *dl, const Sums 
     __syncthreads();
 }
 
-// Rows of a chunk in the working memory of a key head: the gradients of `KeyRows::q` and `KeyRows::k`, and a term of one of them.
-struct KeyGradients {
-    float *q, *k, *term;
-
-    __device__ __forceinline__ KeyGradients(float *memory, const Chunk &chunk, u32 head, const Sizes &sizes) {
-        const u64 size = static_cast<u64>(sizes.rows) * sizes.key_dim;
-        q = memory + (static_cast<u64>(chunk.sequence) * sizes.key_heads + head) * 3 * size +
-            static_cast<u64>(chunk.row) * sizes.key_dim;
-        k = q + size;
-        term = k + size;
-    }
-};
-
 // One chunk of a value head, for a block.
 template <Rule kRule> struct ValueChunk {
     Chunk chunk;
     KeyRows<const float> key;
+    // With decays per channel.
+    ChannelRows<const float> channels;
     ValueRows<const float> value;
     GradientRows<const float> gradient;
     const Sizes &sizes;
@@ -114,36 +101,50 @@ template <Rule kRule> struct ValueChunk {
     const float *decays, *decays_to_end, *decayed_rates;
 
     // The gradients that come from A and L.
-    __device__ __forceinline__ void through_pairs(const KeyGradients &to, const Sums &sums, float *da, float *dl) const {
+    __device__ __forceinline__ void through_pairs(const KeyGradients<kRule> &to, const Sums &sums, float *da, float *dl) const {
         const u32 len = chunk.len, dim = sizes.value_dim, key_dim = sizes.key_dim;
         const Shape pairs = {len, len, dim}, keys = {len, key_dim, len};
         multiply<4>(da, kPitch, 0.0f, 1.0f, matrix(gradient.output, dim), transposed(value.updates, dim), pairs);
-        if constexpr (kRule == Rule::delta) {
+        if constexpr (kIsDelta<kRule>) {
             multiply<4>(dl, kPitch, 0.0f, -1.0f, matrix(gradient.updates, dim), transposed(value.updates, dim), pairs);
         }
         backward_pairs<kRule>(da, dl, sums, key.qk, key.kk, value.decay, value.rate, len);
+        if constexpr (kHasChannels<kRule>) {
+            add_decayed_pairs(to, key, channels.decay, da, dl, len, key_dim);
+            return;
+        }
         multiply<4>(to.q, key_dim, 1.0f, 1.0f, matrix(da, kPitch), matrix(key.k, key_dim), keys);
         multiply<4>(to.k, key_dim, 1.0f, 1.0f, transposed(da, kPitch), matrix(key.q, key_dim), keys);
-        if constexpr (kRule == Rule::delta) {
+        if constexpr (kIsDelta<kRule>) {
             multiply<4>(to.k, key_dim, 1.0f, 1.0f, matrix(dl, kPitch), matrix(key.k, key_dim), keys);
         }
     }
 
     // The gradients that come from reading the state before the chunk: for the output, and for the errors.
-    __device__ __forceinline__ void through_state(const KeyGradients &to, const Sums &sums) const {
+    __device__ __forceinline__ void through_state(const KeyGradients<kRule> &to, const Sums &sums) const {
         const u32 dim = sizes.value_dim, key_dim = sizes.key_dim;
         const Matrix state = transposed(state_before(), dim);
         const Shape shape = {chunk.len, key_dim, dim};
         multiply<4>(to.term, key_dim, 0.0f, 1.0f, matrix(gradient.output, dim), state, shape);
-        add_terms(to.q, sums.decay, to.term, decays, key.q, chunk.len, key_dim);
-        if constexpr (kRule == Rule::delta) {
+        add_read(to.q, sums, to.term, decays, key.q);
+        if constexpr (kIsDelta<kRule>) {
             multiply<4>(to.term, key_dim, 0.0f, -1.0f, matrix(gradient.updates, dim), state, shape);
-            add_terms(to.k, sums.decay, to.term, decayed_rates, key.k, chunk.len, key_dim);
+            add_read(to.k, sums, to.term, decayed_rates, key.k);
+        }
+    }
+
+    // Adds the gradients of rows that read the state, whose factors are these and exp(γ) of the channels.
+    __device__ __forceinline__ void add_read(float *gradient, const Sums &sums, const float *terms, const float *factors,
+                                             const float *rows) const {
+        if constexpr (kHasChannels<kRule>) {
+            add_decayed(gradient, terms, factors, channels.decay, chunk.len, sizes.key_dim);
+        } else {
+            add_terms(gradient, sums.decay, terms, factors, rows, chunk.len, sizes.key_dim);
         }
     }
 
     // The gradients that come from the state behind the chunk. `dots` and `scratch` are shared memory of the block.
-    __device__ __forceinline__ void through_next_state(const KeyGradients &to, const Sums &sums, float *dots,
+    __device__ __forceinline__ void through_next_state(const KeyGradients<kRule> &to, const Sums &sums, float *dots,
                                                        float *scratch) const {
         const u32 dim = sizes.value_dim, key_dim = sizes.key_dim, last = chunk.len - 1;
         const u64 state_size = static_cast<u64>(key_dim) * dim;
@@ -151,6 +152,11 @@ template <Rule kRule> struct ValueChunk {
         for (u32 i = threadIdx.x; i < chunk.len; i += kThreads) dots[i] = 0.0f;
         multiply<4>(to.term, key_dim, 0.0f, 1.0f, matrix(value.updates, dim), transposed(dstate, dim),
                     {chunk.len, key_dim, dim});
+        if constexpr (kHasChannels<kRule>) {
+            const float *state = chunk.state != kNone ? state_before() : nullptr;
+            add_stored(to, key, channels, state, dstate, chunk.len, key_dim, dim);
+            return;
+        }
         add_terms(to.k, dots, to.term, decays_to_end, key.k, chunk.len, key_dim);
         float product = 0.0f;
         if (chunk.state != kNone) {
@@ -206,7 +212,7 @@ __device__ __forceinline__ void write_values(const ValueOutputs<T> &to, const Va
         to.dbeta[token] = sums.rate[row] + of_rate;
         if (kRule == Rule::sum && to.dskip != nullptr) to.dskip[token] = of_skip;
     }
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && !kHasChannels<kRule>) {
         float sum = 0.0f;
         for (u32 row = at.chunk.len; row-- > 0;) {
             to.dg[at.chunk.token_at(row, sizes) * sizes.value_heads + head] = sum += sums.decay[row];
@@ -243,19 +249,19 @@ __device__ __forceinline__ void backward_chunk(T *dq, T *dk, const ValueOutputs<
                                                const float *keys, const float *values, const float *gradients, const T *skip,
                                                const u32 *v_to_k, const u32 *chunks, const Sizes &sizes) {
     SHARED(float, da, [kChunk * kPitch]);
-    SHARED(float, dl, [kRule == Rule::delta ? kChunk * kPitch : 1]);
+    SHARED(float, dl, [kIsDelta<kRule> ? kChunk * kPitch : 1]);
     SHARED(float, factors, [3][kChunk]);
     SHARED(float, sums_of_tokens, [3][kChunk]);
     SHARED(float, scratch, [kWarp]);
     const u32 key_head = blockIdx.y;
     const Chunk chunk = chunk_at(chunks, blockIdx.x);
     const KeyRows<const float> key(keys, chunk, key_head, sizes);
-    const KeyGradients to(key_gradients, chunk, key_head, sizes);
-    for (u32 e = threadIdx.x; e < chunk.len * sizes.key_dim; e += kThreads) to.q[e] = to.k[e] = 0.0f;
+    const KeyGradients<kRule> to(key_gradients, chunk, key_head, sizes);
+    to.clear(chunk.len, sizes.key_dim);
     for (u32 head = 0; head < sizes.value_heads; ++head) {
         if (v_to_k[head] != key_head) continue;
-        const ValueChunk<kRule> at = {chunk, key, {values, chunk, head, sizes}, {gradients, chunk, head, sizes}, sizes,
-                                      factors[0], factors[1], factors[2]};
+        const ValueChunk<kRule> at = {chunk, key, {keys, chunk, key_head, sizes}, {values, chunk, head, sizes},
+                                      {gradients, chunk, head, sizes}, sizes, factors[0], factors[1], factors[2]};
         write_decays(factors[0], factors[1], at.value.decay, chunk.len);
         for (u32 i = threadIdx.x; i < chunk.len; i += kThreads) factors[2][i] = factors[0][i] * at.value.rate[i];
         const Sums sums = {sums_of_tokens[0], sums_of_tokens[1]};
@@ -265,6 +271,7 @@ __device__ __forceinline__ void backward_chunk(T *dq, T *dk, const ValueOutputs<
         write_values(outputs, at, sums, kRule == Rule::sum ? widen(skip[head]) : 0.0f, head);
     }
     __syncthreads();
+    if constexpr (kHasChannels<kRule>) write_channels(outputs.dg, to, key, chunk, key_head, sizes);
     const float scale = 1.0f / sqrtf(static_cast<float>(sizes.key_dim));
     write_keys<kRule>(dq, to.q, key.q, key.q_inverse_norms, scale, chunk, key_head, sizes);
     write_keys<kRule>(dk, to.k, key.k, key.k_inverse_norms, 1.0f, chunk, key_head, sizes);
@@ -284,7 +291,7 @@ __device__ __forceinline__ void scan_backward(float *gradients, const float *val
     const Segment segment = segment_at(segments, blockIdx.x);
     for (u32 index = segment.end; index-- > segment.begin;) {
         const Chunk chunk = chunk_at(chunks, index);
-        const KeyRows<const float> key(keys, chunk, v_to_k[head], sizes);
+        const StateRows key = StateRows::of<kRule>(keys, chunk, v_to_k[head], sizes);
         const ValueRows<const float> value(values, chunk, head, sizes);
         const GradientRows<float> gradient(gradients, chunk, head, sizes);
         float *dstate = gradient.state + first, *dupdates = gradient.updates + first;
@@ -299,18 +306,23 @@ __device__ __forceinline__ void scan_backward(float *gradients, const float *val
             }
         }
         if (chunk.dstate != kNone) {
-            multiply<2>(dupdates, dim, 1.0f, 1.0f, matrix(key.k, key_dim, decays_to_end), matrix(dstate, dim),
+            multiply<2>(dupdates, dim, 1.0f, 1.0f, matrix(key.stored, key_dim, decays_to_end), matrix(dstate, dim),
                         {chunk.len, width, key_dim});
         }
-        if constexpr (kRule == Rule::delta) {
+        if constexpr (kIsDelta<kRule>) {
             multiply<2>(dupdates, dim, 0.0f, 1.0f, transposed(value.inverse, kChunk), matrix(dupdates, dim),
                         {chunk.len, width, chunk.len});
         }
         if (chunk.state == kNone) continue;
         const Shape shape = {key_dim, width, chunk.len};
         const Matrix dout = matrix(gradient.output + first, dim, decays);
+        if constexpr (kHasChannels<kRule>) {
+            const ChannelRows<const float> channels(keys, chunk, v_to_k[head], sizes);
+            __syncthreads();
+            decay_state(dstate, channels.end(chunk.len, key_dim), key_dim, width, dim);
+        }
         multiply<2>(dstate, dim, decays[chunk.len - 1], 1.0f, transposed(key.q, key_dim), dout, shape);
-        if constexpr (kRule == Rule::delta) {
+        if constexpr (kIsDelta<kRule>) {
             multiply<2>(dstate, dim, 1.0f, -1.0f, transposed(key.k, key_dim), matrix(dupdates, dim, decayed_rates), shape);
         }
     }
@@ -333,6 +345,7 @@ FOR_EACH_FLOAT(INSTANTIATE_OUTPUT)
         scan_backward<Rule::rule>(gradients, values, keys, v_to_k, chunks, segments, sizes);                 \
     }
 INSTANTIATE_SCAN(delta)
+INSTANTIATE_SCAN(channel_delta)
 INSTANTIATE_SCAN(sum)
 
 #define INSTANTIATE(rule, T, suffix)                                                                                \

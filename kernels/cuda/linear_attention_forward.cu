@@ -5,9 +5,49 @@
 
 namespace {
 
+// Sums of g of a chunk, and the rows with their decays, one thread per channel.
+__device__ __forceinline__ void decay_rows(const ChannelRows<float> &to, const KeyRows<float> &rows, const float *g,
+                                           const Chunk &chunk, u32 head, const Sizes &sizes) {
+    const u32 dim = sizes.key_dim;
+    for (u32 channel = threadIdx.x; channel < dim; channel += kThreads) {
+        float sum = 0.0f;
+        for (u32 i = 0; i < chunk.len; ++i) {
+            to.decay[i * dim + channel] = sum += g[(chunk.token_at(i, sizes) * sizes.key_heads + head) * dim + channel];
+        }
+        for (u32 at = channel; at < chunk.len * dim; at += dim) {
+            const float decay = to.decay[at], of_start = expf(decay);
+            to.q[at] = rows.q[at] * of_start;
+            to.k[at] = rows.k[at] * of_start;
+            to.stored[at] = rows.k[at] * expf(sum - decay);
+        }
+    }
+    __syncthreads();
+}
+
+// The products of queries, and of keys, with the keys of tokens up to theirs, with the decays between the two: one warp per pair.
+__device__ __forceinline__ void decayed_products(const KeyRows<float> &rows, const float *decay, u32 len, u32 dim) {
+    for (u32 pair = threadIdx.x / kWarp; pair < len * len; pair += kThreads / kWarp) {
+        const u32 i = pair / len, j = pair % len;
+        if (j > i) continue;
+        float qk = 0.0f, kk = 0.0f;
+        for (u32 channel = threadIdx.x % kWarp; channel < dim; channel += kWarp) {
+            const u32 now = i * dim + channel, before = j * dim + channel;
+            const float term = rows.k[before] * expf(decay[now] - decay[before]);
+            qk += rows.q[now] * term;
+            kk += rows.k[now] * term;
+        }
+        qk = warp_reduce<Sum>(qk);
+        kk = warp_reduce<Sum>(kk);
+        if (threadIdx.x % kWarp != 0) continue;
+        rows.qk[i * kChunk + j] = qk;
+        rows.kk[i * kChunk + j] = kk;
+    }
+}
+
 // One block per chunk and key head: queries and keys, by the delta rule normalized, one warp per row, and their products.
 template <Rule kRule, typename T>
-__device__ __forceinline__ void prepare_keys(float *keys, const T *q, const T *k, const u32 *chunks, const Sizes &sizes) {
+__device__ __forceinline__ void prepare_keys(float *keys, const T *q, const T *k, const float *g, const u32 *chunks,
+                                             const Sizes &sizes) {
     const u32 head = blockIdx.y, lane = threadIdx.x % kWarp, dim = sizes.key_dim;
     const Chunk chunk = chunk_at(chunks, blockIdx.x);
     const KeyRows<float> rows(keys, chunk, head, sizes);
@@ -16,7 +56,7 @@ __device__ __forceinline__ void prepare_keys(float *keys, const T *q, const T *k
         const u32 token = is_key ? row - chunk.len : row;
         const T *from = (is_key ? k : q) + (chunk.token_at(token, sizes) * sizes.key_heads + head) * dim;
         float scale = 1.0f;
-        if constexpr (kRule == Rule::delta) {
+        if constexpr (kIsDelta<kRule>) {
             float squares = 0.0f;
             for (u32 i = lane; i < dim; i += kWarp) squares += widen(from[i]) * widen(from[i]);
             const float inverse_norm = 1.0f / sqrtf(warp_reduce<Sum>(squares) + 1e-6f);
@@ -26,9 +66,16 @@ __device__ __forceinline__ void prepare_keys(float *keys, const T *q, const T *k
         float *to = (is_key ? rows.k : rows.q) + static_cast<u64>(token) * dim;
         for (u32 i = lane; i < dim; i += kWarp) to[i] = widen(from[i]) * scale;
     }
+    if constexpr (kHasChannels<kRule>) {
+        const ChannelRows<float> channels(keys, chunk, head, sizes);
+        __syncthreads();
+        decay_rows(channels, rows, g, chunk, head, sizes);
+        decayed_products(rows, channels.decay, chunk.len, dim);
+        return;
+    }
     const Shape shape = {chunk.len, chunk.len, dim};
     multiply<4>(rows.qk, kChunk, 0.0f, 1.0f, matrix(rows.q, dim), transposed(rows.k, dim), shape);
-    if constexpr (kRule == Rule::delta) {
+    if constexpr (kIsDelta<kRule>) {
         multiply<4>(rows.kk, kChunk, 0.0f, 1.0f, matrix(rows.k, dim), transposed(rows.k, dim), shape);
     }
 }
@@ -62,7 +109,7 @@ __device__ __forceinline__ void prepare_values(float *values, const float *keys,
     const ValueRows<float> value(values, chunk, head, sizes);
     for (u32 i = threadIdx.x; i < chunk.len; i += kThreads) {
         const u64 at = chunk.token_at(i, sizes) * sizes.value_heads + head;
-        decay[i] = g[at];
+        decay[i] = kHasChannels<kRule> ? 0.0f : g[at];
         value.rate[i] = rate[i] = beta[at];
     }
     __syncthreads();
@@ -70,7 +117,7 @@ __device__ __forceinline__ void prepare_values(float *values, const float *keys,
         float sum = 0.0f;
         for (u32 i = 0; i < chunk.len; ++i) value.decay[i] = decay[i] = sum += decay[i];
     }
-    if constexpr (kRule == Rule::delta) {
+    if constexpr (kIsDelta<kRule>) {
         __syncthreads();
         invert(value.inverse, KeyRows<const float>(keys, chunk, v_to_k[head], sizes).kk, decay, rate, chunk.len);
     }
@@ -89,7 +136,7 @@ __device__ __forceinline__ void scan(float *values, float *saved, const float *r
     const Segment segment = segment_at(segments, sequence);
     for (u32 index = segment.begin; index < segment.end; ++index) {
         const Chunk chunk = chunk_at(chunks, index);
-        const KeyRows<const float> key(keys, chunk, v_to_k[head], sizes);
+        const StateRows key = StateRows::of<kRule>(keys, chunk, v_to_k[head], sizes);
         const ValueRows<float> value(values, chunk, head, sizes);
         float *state = value.state + first, *errors = value.errors + first, *updates = value.updates + first;
         if (index == segment.begin && segment.saved != kNone) {
@@ -115,7 +162,7 @@ __device__ __forceinline__ void scan(float *values, float *saved, const float *r
                 value.states[chunk.state * state_size + first + i] = state[i];
             }
         }
-        if constexpr (kRule == Rule::delta) {
+        if constexpr (kIsDelta<kRule>) {
             if (chunk.state != kNone) {
                 multiply<2>(errors, dim, 1.0f, -1.0f, matrix(key.k, key_dim, decays), matrix(state, dim),
                             {chunk.len, width, key_dim});
@@ -124,7 +171,12 @@ __device__ __forceinline__ void scan(float *values, float *saved, const float *r
                         {chunk.len, width, chunk.len});
         }
         if (chunk.dstate != kNone) {
-            multiply<2>(state, dim, decays[chunk.len - 1], 1.0f, transposed(key.k, key_dim),
+            if constexpr (kHasChannels<kRule>) {
+                const ChannelRows<const float> channels(keys, chunk, v_to_k[head], sizes);
+                __syncthreads();
+                decay_state(state, channels.end(chunk.len, key_dim), key_dim, width, dim);
+            }
+            multiply<2>(state, dim, decays[chunk.len - 1], 1.0f, transposed(key.stored, key_dim),
                         matrix(updates, dim, decays_to_end), {key_dim, width, chunk.len});
         }
     }
@@ -152,7 +204,8 @@ __device__ __forceinline__ void write_output(T *o, float *values, const float *k
     }
     if (has_state) {
         const float *state = value.states + chunk.state * static_cast<u64>(key_dim) * dim;
-        multiply<4>(sums, dim, kHasSkip ? 1.0f : 0.0f, 1.0f, matrix(key.q, key_dim, decays), matrix(state, dim),
+        const StateRows rows = StateRows::of<kRule>(keys, chunk, v_to_k[head], sizes);
+        multiply<4>(sums, dim, kHasSkip ? 1.0f : 0.0f, 1.0f, matrix(rows.q, key_dim, decays), matrix(state, dim),
                     {chunk.len, dim, key_dim});
     }
     multiply<4>(sums, dim, kHasSkip || has_state ? 1.0f : 0.0f, 1.0f, matrix(a, kChunk), matrix(value.updates, dim),
@@ -166,8 +219,8 @@ __device__ __forceinline__ void write_output(T *o, float *values, const float *k
 
 #define INSTANTIATE(rule, T, suffix)                                                                                       \
     KERNEL(linear_attention_prepare_keys_##rule##_##suffix, float *keys, const T *__restrict__ q, const T *__restrict__ k, \
-           const u32 *__restrict__ chunks, BY_VALUE(Sizes) sizes) {                                                        \
-        prepare_keys<Rule::rule>(keys, q, k, chunks, sizes);                                                               \
+           const float *__restrict__ g, const u32 *__restrict__ chunks, BY_VALUE(Sizes) sizes) {                           \
+        prepare_keys<Rule::rule>(keys, q, k, g, chunks, sizes);                                                            \
     }                                                                                                                      \
     KERNEL(linear_attention_scan_##rule##_##suffix, float *values, float *saved, const float *restored, const float *keys, \
            const T *__restrict__ v, const u32 *__restrict__ v_to_k, const u32 *__restrict__ chunks,                        \
@@ -188,4 +241,5 @@ FOR_EACH_RULE_AND_FLOAT(INSTANTIATE)
         prepare_values<Rule::rule>(values, keys, g, beta, v_to_k, chunks, sizes);                                              \
     }
 INSTANTIATE_RULE(delta)
+INSTANTIATE_RULE(channel_delta)
 INSTANTIATE_RULE(sum)

@@ -68,7 +68,8 @@ impl Benchmark for LinearAttention {
                 "seq_len": self.seq_len, "num_value_heads": values, "num_key_heads": keys,
                 "head_dim": self.head_dim, "dtype": dtype_name(self.dtype),
             }),
-            method: "gated delta rule and sums (Mamba 2) of one document; FLOPs of its matmuls in chunks, counted twice in the backward pass; \
+            method: "gated delta rule, with a decay per head and per channel (Kimi Linear), and sums (Mamba 2) of one document; \
+                     FLOPs of its matmuls in chunks, counted twice in the backward pass; \
                      each pass alternating with a square f32 GEMM on the same threads; median"
                 .to_owned(),
             unit: FLOPS,
@@ -85,6 +86,8 @@ struct Passes {
     /// q, k, v, g and beta.
     inputs: [Tensor; 5],
     gradients: [Tensor; 5],
+    /// Decays per channel, and their gradient.
+    channel_decays: [Tensor; 2],
     /// The skip connection of sums.
     skip: Tensor,
     states: Tensor,
@@ -107,7 +110,10 @@ impl Passes {
         };
         let heads = |heads: usize| random(&[1, seq_len, heads, head_dim], *dtype);
         let gates = || random(&[1, seq_len, values], DType::F32);
-        let (g, beta) = (gates()?.abs()?.affine(-0.05, 0.0)?, gates()?.affine(0.1, 0.5)?.clamp(0f32, 1f32)?);
+        let decays = |gates: Tensor| gates.abs()?.affine(-0.05, 0.0);
+        let (g, beta) = (decays(gates()?)?, gates()?.affine(0.1, 0.5)?.clamp(0f32, 1f32)?);
+        let of_channels = decays(random(&[1, seq_len, keys, head_dim], DType::F32)?)?;
+        let channel_decays = [of_channels.clone(), of_channels.zeros_like()?];
         let inputs = [heads(keys)?, heads(keys)?, heads(values)?, g, beta];
         let [q, k, v, g, beta] = &inputs;
         let gradients =
@@ -115,10 +121,11 @@ impl Passes {
         let (o, dout, skip) = (v.zeros_like()?, heads(values)?, random(&[values], *dtype)?);
         let workspace = Workspace::with_options(options.clone());
         let states = workspace.alloc_f32(&layout.states_shape(head_dim, head_dim))?;
-        Ok(Self { layout: layout.clone(), workspace, inputs, gradients, skip, states, o, dout, head_dim })
+        let layout = layout.clone();
+        Ok(Self { layout, workspace, inputs, gradients, channel_decays, skip, states, o, dout, head_dim })
     }
 
-    fn cases(self) -> [Case<'static>; 4] {
+    fn cases(self) -> [Case<'static>; 6] {
         let [of_delta, of_sums] =
             [true, false].map(|is_delta| self.layout.flops([self.head_dim; 2], is_delta));
         let passes = Rc::new(self);
@@ -126,6 +133,8 @@ impl Passes {
         [
             case("forward", of_delta, |passes: &Self| passes.forward(Rule::Delta)),
             case("backward", 2.0 * of_delta, |passes| passes.backward(Rule::Delta)),
+            case("per channel forward", of_delta, |passes| passes.forward(Rule::ChannelDelta)),
+            case("per channel backward", 2.0 * of_delta, |passes| passes.backward(Rule::ChannelDelta)),
             case("sums forward", of_sums, |passes| passes.forward(passes.sums())),
             case("sums backward", 2.0 * of_sums, |passes| passes.backward(passes.sums())),
         ]
@@ -137,6 +146,7 @@ impl Passes {
 
     fn operands<'a>(&'a self, rule: Rule<'a>) -> Operands<'a> {
         let [q, k, v, g, beta] = &self.inputs;
+        let g = if matches!(rule, Rule::ChannelDelta) { &self.channel_decays[0] } else { g };
         Operands { q, k, v, g, beta, rule, layout: &self.layout }
     }
 
@@ -146,6 +156,7 @@ impl Passes {
 
     fn backward(&self, rule: Rule<'_>) -> Result<(), OpError> {
         let [dq, dk, dv, dg, dbeta] = &self.gradients;
+        let dg = if matches!(rule, Rule::ChannelDelta) { &self.channel_decays[1] } else { dg };
         let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: None };
         backward(&self.operands(rule), &self.states, &self.dout, &gradients, &self.workspace)
     }

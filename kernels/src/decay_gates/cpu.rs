@@ -1,5 +1,6 @@
-//! Decay and rate on slices, in f64: there are few heads per token.
+//! Decay and rate on slices, in f64.
 
+use super::Dims;
 use crate::cast::{Float, convert};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -15,31 +16,45 @@ pub(super) struct Inputs<'a, T> {
     pub(super) limits: [f64; 2],
     pub(super) a_log: &'a [f32],
     pub(super) dt_bias: &'a [f32],
+    /// Decays of each head.
+    pub(super) channels: usize,
 }
 
 impl<T: Float> Inputs<'_, T> {
     /// The projections of a block of tokens.
-    fn block(&self, range: &Range<usize>) -> (Vec<f32>, Option<Vec<f32>>) {
-        (widen(&self.a[range.clone()]), self.b.map(|b| widen(&b[range.clone()])))
+    fn block(&self, tokens: &Range<usize>) -> (Vec<f32>, Option<Vec<f32>>) {
+        let of = |elements: &[T], width: usize| widen(&elements[tokens.start * width..tokens.end * width]);
+        (of(self.a, self.dt_bias.len()), self.b.map(|b| of(b, self.a_log.len())))
     }
 
-    /// The time step of a head before softplus, and after it, within the limits.
-    fn times(&self, a: f32, head: usize) -> (f64, f64) {
-        let time = f64::from(a) + f64::from(self.dt_bias[head]);
+    /// The decay per unit of time of each column.
+    fn rates(&self) -> Vec<f64> {
+        let of_head = |a_log: &f32| std::iter::repeat_n(f64::from(*a_log).exp(), self.channels);
+        self.a_log.iter().flat_map(of_head).collect()
+    }
+
+    /// The time step of a column before softplus, and after it, within the limits.
+    fn times(&self, a: f32, column: usize) -> (f64, f64) {
+        let time = f64::from(a) + f64::from(self.dt_bias[column]);
         (time, softplus(time).clamp(self.limits[0], self.limits[1]))
     }
 }
 
 pub(super) fn forward<T: Float>(inputs: &Inputs<'_, T>, [g, beta]: [&mut [f32]; 2]) {
-    let heads = inputs.a_log.len();
-    let size = BLOCK * heads;
-    let blocks = (g.par_chunks_mut(size), beta.par_chunks_mut(size)).into_par_iter();
+    let (heads, rates) = (inputs.a_log.len(), inputs.rates());
+    let blocks = (g.par_chunks_mut(size(rates.len())), beta.par_chunks_mut(size(heads))).into_par_iter();
     blocks.enumerate().for_each(|(block, (g, beta))| {
-        let (a, b) = inputs.block(&(block * size..block * size + g.len()));
-        for (index, (g, beta)) in g.iter_mut().zip(beta).enumerate() {
-            let (_, step) = inputs.times(a[index], index % heads);
-            *g = (-rate(inputs.a_log[index % heads]) * step) as f32;
-            *beta = b.as_ref().map_or(step, |b| sigmoid(f64::from(b[index]))) as f32;
+        let (a, b) = inputs.block(&(block * BLOCK..block * BLOCK + beta.len() / heads));
+        for (index, g) in g.iter_mut().enumerate() {
+            let column = index % rates.len();
+            let (_, step) = inputs.times(a[index], column);
+            *g = (-rates[column] * step) as f32;
+            if b.is_none() {
+                beta[index] = step as f32;
+            }
+        }
+        for (beta, b) in beta.iter_mut().zip(b.unwrap_or_default()) {
+            *beta = sigmoid(f64::from(b)) as f32;
         }
     });
 }
@@ -51,54 +66,51 @@ pub(super) fn backward<T: Float>(
     da: &mut [T],
     db: Option<&mut [T]>,
 ) -> Vec<f64> {
-    let (heads, len) = (inputs.a_log.len(), inputs.a.len());
-    let size = BLOCK * heads;
-    let mut partials = vec![0.0; len.div_ceil(size) * 2 * heads];
-    let db = db.unwrap_or_default();
-    let dbs: Vec<&mut [T]> = match db.is_empty() {
-        true => (0..len.div_ceil(size)).map(|_| Default::default()).collect(),
-        false => db.chunks_mut(size).collect(),
+    let (heads, rates) = (inputs.a_log.len(), inputs.rates());
+    let size_of_block = size(rates.len());
+    let num_blocks = da.len().div_ceil(size_of_block);
+    let mut partials = vec![0.0; num_blocks * (heads + rates.len())];
+    let dbs: Vec<&mut [T]> = match db {
+        None => (0..num_blocks).map(|_| Default::default()).collect(),
+        Some(db) => db.chunks_mut(size(heads)).collect(),
     };
-    let blocks = (da.par_chunks_mut(size), dbs, partials.par_chunks_mut((2 * heads).max(1))).into_par_iter();
+    let partial_sums = partials.par_chunks_mut((heads + rates.len()).max(1));
+    let blocks = (da.par_chunks_mut(size_of_block), dbs, partial_sums).into_par_iter();
     blocks.enumerate().for_each(|(block, (da, db, partial))| {
         let (sum_a_log, sum_dt_bias) = partial.split_at_mut(heads);
-        let range = block * size..block * size + da.len();
-        let (a, b) = inputs.block(&range);
-        let (dg, dbeta) = (&dg[range.clone()], &dbeta[range]);
-        let mut gradients = [vec![0.0; da.len()], vec![0.0; db.len()]];
+        let tokens = block * BLOCK..block * BLOCK + da.len() / rates.len();
+        let (a, b) = inputs.block(&tokens);
+        let (dg, dbeta) = (&dg[block * size_of_block..], &dbeta[tokens.start * heads..]);
+        let mut gradients = vec![0.0; da.len()];
         for (index, a) in a.iter().enumerate() {
-            let head = index % heads;
-            let (time, step) = inputs.times(*a, head);
-            let (of_decay, dbeta) =
-                (f64::from(dg[index]) * -rate(inputs.a_log[head]), f64::from(dbeta[index]));
-            let of_step = match &b {
-                None => of_decay + dbeta,
-                Some(b) => {
-                    let beta = sigmoid(f64::from(b[index]));
-                    if let Some(db) = gradients[1].get_mut(index) {
-                        *db = (dbeta * beta * (1.0 - beta)) as f32;
-                    }
-                    of_decay
-                }
-            };
+            let column = index % rates.len();
+            let (time, step) = inputs.times(*a, column);
+            let of_decay = f64::from(dg[index]) * -rates[column];
+            let of_step = if b.is_some() { of_decay } else { of_decay + f64::from(dbeta[index]) };
             // As PyTorch's clamp: no gradient outside the limits.
             let is_clamped = step != softplus(time);
             let of_time = if is_clamped { 0.0 } else { of_step * sigmoid(time) };
-            sum_a_log[head] += of_decay * step;
-            sum_dt_bias[head] += of_time;
-            gradients[0][index] = of_time as f32;
+            sum_a_log[column / inputs.channels] += of_decay * step;
+            sum_dt_bias[column] += of_time;
+            gradients[index] = of_time as f32;
         }
-        convert(&gradients[0], da);
-        convert(&gradients[1], db);
+        convert(&gradients, da);
+        let of_rate = |(b, dbeta): (&f32, &f32)| {
+            let beta = sigmoid(f64::from(*b));
+            (f64::from(*dbeta) * beta * (1.0 - beta)) as f32
+        };
+        let db_wide: Vec<f32> = b.iter().flatten().zip(dbeta).map(of_rate).take(db.len()).collect();
+        convert(&db_wide, db);
     });
     partials
 }
 
-/// The sums of `da_log` and of `ddt_bias` over the blocks, in order.
-pub(super) fn sum_partials(partials: &[f64], heads: usize) -> [Vec<f64>; 2] {
-    let mut sums = [vec![0.0; heads], vec![0.0; heads]];
-    for partial in partials.chunks_exact(2 * heads) {
-        for (sums, partial) in sums.iter_mut().zip(partial.chunks_exact(heads)) {
+/// The sums of `da_log` and of `ddt_bias`, of so many elements, over the blocks, in order.
+pub(super) fn sum_partials(partials: &[f64], [heads, columns]: [usize; 2]) -> [Vec<f64>; 2] {
+    let mut sums = [vec![0.0; heads], vec![0.0; columns]];
+    for partial in partials.chunks_exact((heads + columns).max(1)) {
+        let (of_a_log, of_dt_bias) = partial.split_at(heads);
+        for (sums, partial) in sums.iter_mut().zip([of_a_log, of_dt_bias]) {
             sums.iter_mut().zip(partial).for_each(|(sum, value)| *sum += value);
         }
     }
@@ -106,18 +118,19 @@ pub(super) fn sum_partials(partials: &[f64], heads: usize) -> [Vec<f64>; 2] {
 }
 
 /// Bytes of the partial sums and their totals.
-pub(super) fn partials_bytes([tokens, heads]: [usize; 2]) -> usize {
-    (tokens.div_ceil(BLOCK) + 1) * 2 * heads * size_of::<f64>()
+pub(super) fn partials_bytes(dims: Dims) -> usize {
+    (dims.tokens.div_ceil(BLOCK) + 1) * (dims.heads + dims.columns()) * size_of::<f64>()
+}
+
+/// The elements of a block of tokens with so many columns; an empty shard has none.
+fn size(columns: usize) -> usize {
+    (BLOCK * columns).max(1)
 }
 
 fn widen<T: Float>(elements: &[T]) -> Vec<f32> {
     let mut wide = vec![0.0; elements.len()];
     convert(elements, &mut wide);
     wide
-}
-
-fn rate(a_log: f32) -> f64 {
-    f64::from(a_log).exp()
 }
 
 /// log(1 + eˣ)

@@ -1,6 +1,7 @@
 //! Decay and rate of linear attention from their projections, per token and head. By the gated delta rule (arXiv 2412.06464)
 //! `g = −exp(a_log) · softplus(a + dt_bias)` and `beta = σ(b)`. In Mamba 2 (arXiv 2405.21060) the rate is the time step
-//! `clamp(softplus(a + dt_bias))`, and the decay is `−exp(a_log)` times it.
+//! `clamp(softplus(a + dt_bias))`, and the decay is `−exp(a_log)` times it. In Kimi Linear (arXiv 2510.26692) each of a head's C channels
+//! has a decay, from a projection and a `dt_bias` of its own; elsewhere C is 1.
 
 mod cpu;
 mod cuda;
@@ -17,13 +18,13 @@ use candle_core::Tensor;
 /// Inputs of both directions.
 #[derive(Debug, Clone, Copy)]
 pub struct Operands<'a> {
-    /// Projection for the decay, `[n, H]`.
+    /// Projection for the decay, `[n, H·C]`.
     pub a: &'a Tensor,
     /// The rate.
     pub rate: Rate<'a>,
     /// Logarithm of the largest decay per unit of time, `[H]`.
     pub a_log: &'a Tensor,
-    /// Added to `a`, `[H]`.
+    /// Added to `a`, `[H·C]`.
     pub dt_bias: &'a Tensor,
 }
 
@@ -32,7 +33,7 @@ pub struct Operands<'a> {
 pub enum Rate<'a> {
     /// σ of this projection `[n, H]`.
     Projection(&'a Tensor),
-    /// The time step.
+    /// The time step. A head then has one.
     TimeStep {
         /// Its smallest and largest value.
         limits: [f64; 2],
@@ -42,20 +43,20 @@ pub enum Rate<'a> {
 /// Outputs of the backward pass.
 #[derive(Debug, Clone, Copy)]
 pub struct Gradients<'a> {
-    /// Gradient of `a`, `[n, H]`, overwritten.
+    /// Gradient of `a`, `[n, H·C]`, overwritten.
     pub da: &'a Tensor,
     /// Gradient of the rate's projection, `[n, H]`, overwritten; `None` if it is not needed.
     pub db: Option<&'a Tensor>,
     /// Gradient of `a_log`, `[H]` in f32, added to; `None` if it is frozen.
     pub da_log: Option<&'a Tensor>,
-    /// Gradient of `dt_bias`, `[H]` in f32, added to; `None` if it is frozen.
+    /// Gradient of `dt_bias`, `[H·C]` in f32, added to; `None` if it is frozen.
     pub ddt_bias: Option<&'a Tensor>,
 }
 
 /// Writes the logarithm of the decay, at most 0, and the rate.
 ///
 /// # Shapes
-/// [`Operands`] to `g, beta: [n, H]` in f32.
+/// [`Operands`] to `g [n, H·C]` and `beta [n, H]` in f32.
 ///
 /// # Errors
 /// Shapes, dtypes, devices or layouts that do not match, an output that shares storage with another argument, or a device
@@ -64,7 +65,8 @@ pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(),
     let call = ArgCheck::new("decay_gates::forward");
     let dims = operands.check(call)?;
     let outputs = [("g", g), ("beta", beta)];
-    outputs.into_iter().try_for_each(|output| call.expect(output, &dims))?;
+    call.expect(outputs[0], &dims.decays())?;
+    call.expect(outputs[1], &dims.rates())?;
     let target = call.elementwise(&outputs, &operands.named())?;
     let dtype = call.element_type(&operands.named(), &outputs)?;
     match target {
@@ -85,7 +87,7 @@ pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(),
 /// Gradients of [`forward`]. Tokens are summed in an order that depends only on their number.
 ///
 /// # Shapes
-/// [`Operands`] and `dg, dbeta: [n, H]` in f32 to [`Gradients`].
+/// [`Operands`], `dg [n, H·C]` and `dbeta [n, H]` in f32 to [`Gradients`].
 ///
 /// # Errors
 /// As [`forward`].
@@ -100,13 +102,18 @@ pub fn backward(
     let db = db.filter(|_| operands.b().is_some());
     let upstream = [("dg", dg), ("dbeta", dbeta)];
     let outputs: Vec<_> = [("da", da)].into_iter().chain(db.map(|db| ("db", db))).collect();
-    upstream.iter().chain(&outputs).try_for_each(|argument| call.expect(*argument, &dims))?;
+    [upstream[0], outputs[0]].into_iter().try_for_each(|argument| call.expect(argument, &dims.decays()))?;
+    upstream[1..]
+        .iter()
+        .chain(&outputs[1..])
+        .try_for_each(|argument| call.expect(*argument, &dims.rates()))?;
     let sums = [da_log.map(|sum| ("da_log", sum)), ddt_bias.map(|sum| ("ddt_bias", sum))];
     let inputs = [&operands.named()[..], &upstream].concat();
     let target = call.elementwise(&outputs, &inputs)?;
     // The sums may be parts of one flat gradient.
-    for sum in sums.into_iter().flatten() {
-        call.expect(sum, &[dims[1]])?;
+    for (sum, size) in sums.into_iter().zip([dims.heads, dims.columns()]) {
+        let Some(sum) = sum else { continue };
+        call.expect(sum, &[size])?;
         call.target(&[sum], &[&inputs[..], &outputs].concat())?;
     }
     let elements = [&operands.named()[..], &outputs].concat();
@@ -126,7 +133,7 @@ pub fn backward(
                     partials = cpu::backward(&operands.inputs(inputs, parameters), upstream, da, None);
                 }),
             })?;
-            let sums = cpu::sum_partials(&partials, dims[1]);
+            let sums = cpu::sum_partials(&partials, [dims.heads, dims.columns()]);
             for (target, sums) in [da_log, ddt_bias].into_iter().zip(sums) {
                 let Some(target) = target else { continue };
                 call.write(target, |target| {
@@ -171,7 +178,8 @@ impl<'a> Operands<'a> {
     }
 
     fn inputs<'b, T>(&self, [a, b]: [&'b [T]; 2], [a_log, dt_bias]: [&'b [f32]; 2]) -> cpu::Inputs<'b, T> {
-        cpu::Inputs { a, b: self.b().map(|_| b), limits: self.limits(), a_log, dt_bias }
+        let channels = dt_bias.len() / a_log.len().max(1);
+        cpu::Inputs { a, b: self.b().map(|_| b), limits: self.limits(), a_log, dt_bias, channels }
     }
 
     /// The bounds of softplus. It is at least 0.
@@ -182,12 +190,43 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// Checks the shapes against each other. Returns tokens and heads.
-    fn check(&self, call: ArgCheck) -> Result<[usize; 2], OpError> {
-        let (tokens, heads) = call.rows(("a", self.a))?;
-        self.b().map_or(Ok(()), |b| call.expect(("b", b), &[tokens, heads]))?;
+    /// Checks the shapes against each other.
+    fn check(&self, call: ArgCheck) -> Result<Dims, OpError> {
+        let (tokens, columns) = call.rows(("a", self.a))?;
+        let heads = match self.b() {
+            Some(b) => call.rows(("b", b))?.1,
+            None => columns,
+        };
+        // So a difference is one of `a_log`.
+        let heads = if columns > 0 && columns.is_multiple_of(heads) { heads } else { columns };
+        let dims = Dims { tokens, heads, channels: columns.checked_div(heads).unwrap_or(1) };
+        self.b().map_or(Ok(()), |b| call.expect(("b", b), &dims.rates()))?;
         call.expect(("a_log", self.a_log), &[heads])?;
-        call.expect(("dt_bias", self.dt_bias), &[heads])?;
-        Ok([tokens, heads])
+        call.expect(("dt_bias", self.dt_bias), &[columns])?;
+        Ok(dims)
+    }
+}
+
+/// The sizes of a call.
+#[derive(Debug, Clone, Copy)]
+struct Dims {
+    tokens: usize,
+    heads: usize,
+    /// Decays of each head.
+    channels: usize,
+}
+
+impl Dims {
+    /// The number of decays of a token.
+    fn columns(self) -> usize {
+        self.heads * self.channels
+    }
+
+    fn decays(self) -> [usize; 2] {
+        [self.tokens, self.columns()]
+    }
+
+    fn rates(self) -> [usize; 2] {
+        [self.tokens, self.heads]
     }
 }

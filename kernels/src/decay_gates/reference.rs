@@ -30,11 +30,13 @@ pub fn time_steps_backward(
     [da, da_log, ddt_bias]
 }
 
-/// (g, beta) of `[n, H]` projections.
+/// (g, beta) of projections `[n, H·C]` and `[n, H]`.
 #[must_use]
 pub fn forward([a, b]: [&[f64]; 2], [a_log, dt_bias]: [&[f64]; 2]) -> [Vec<f64>; 2] {
-    let heads = a_log.len();
-    let g = |(i, a): (usize, &f64)| -a_log[i % heads].exp() * (1.0 + (a + dt_bias[i % heads]).exp()).ln();
+    let g = |(i, a): (usize, &f64)| {
+        let column = i % dt_bias.len();
+        -rate(a_log, dt_bias, column) * (1.0 + (a + dt_bias[column]).exp()).ln()
+    };
     let beta = |b: &f64| 1.0 / (1.0 + (-b).exp());
     [a.iter().enumerate().map(g).collect(), b.iter().map(beta).collect()]
 }
@@ -46,16 +48,21 @@ pub fn backward(
     [a_log, dt_bias]: [&[f64]; 2],
     [dg, dbeta]: [&[f64]; 2],
 ) -> [Vec<f64>; 4] {
-    let heads = a_log.len();
+    let (heads, columns) = (a_log.len(), dt_bias.len());
     let [g, beta] = forward([a, b], [a_log, dt_bias]);
-    let (mut da, mut da_log, mut ddt_bias) = (Vec::new(), vec![0.0; heads], vec![0.0; heads]);
+    let (mut da, mut da_log, mut ddt_bias) = (Vec::new(), vec![0.0; heads], vec![0.0; columns]);
     for i in 0..a.len() {
-        let head = i % heads;
-        let gradient = -dg[i] * a_log[head].exp() / (1.0 + (-a[i] - dt_bias[head]).exp());
+        let column = i % columns;
+        let gradient = -dg[i] * rate(a_log, dt_bias, column) / (1.0 + (-a[i] - dt_bias[column]).exp());
         da.push(gradient);
-        da_log[head] += dg[i] * g[i];
-        ddt_bias[head] += gradient;
+        da_log[column * heads / columns] += dg[i] * g[i];
+        ddt_bias[column] += gradient;
     }
     let db = beta.iter().zip(dbeta).map(|(beta, dbeta)| dbeta * beta * (1.0 - beta)).collect();
     [da, db, da_log, ddt_bias]
+}
+
+/// The decay per unit of time of a column.
+fn rate(a_log: &[f64], dt_bias: &[f64], column: usize) -> f64 {
+    a_log[column * a_log.len() / dt_bias.len()].exp()
 }

@@ -6,24 +6,32 @@ struct Problem {
     inputs: [Vec<f32>; 6],
     tokens: usize,
     heads: usize,
+    /// Decays of each head.
+    channels: usize,
 }
 
 impl Problem {
     /// a, b, a_log, dt_bias, dg, dbeta.
     fn new(tokens: usize, heads: usize) -> Self {
-        let sizes = [tokens * heads, tokens * heads, heads, heads, tokens * heads, tokens * heads];
+        Self::of_channels(tokens, heads, 1)
+    }
+
+    fn of_channels(tokens: usize, heads: usize, channels: usize) -> Self {
+        let columns = heads * channels;
+        let sizes = [tokens * columns, tokens * heads, heads, columns, tokens * columns, tokens * heads];
         let mut seed = 0;
         let inputs = sizes.map(|size| {
             seed += 1;
             random(seed, size).iter().map(|value| value * 3.0).collect()
         });
-        Self { inputs, tokens, heads }
+        Self { inputs, tokens, heads, channels }
     }
 
     /// The inputs, rounded to `dtype` but for the gradients.
     fn tensors(&self, dtype: DType) -> [Tensor; 6] {
-        let rows = [self.tokens, self.heads];
-        let dims: [&[usize]; 6] = [&rows, &rows, &[self.heads], &[self.heads], &rows, &rows];
+        let columns = self.heads * self.channels;
+        let (decays, rates) = ([self.tokens, columns], [self.tokens, self.heads]);
+        let dims: [&[usize]; 6] = [&decays, &rates, &[self.heads], &[columns], &decays, &rates];
         std::array::from_fn(|i| rounded(if i < 4 { dtype } else { DType::F32 }, &self.inputs[i], dims[i]).0)
     }
 
@@ -36,10 +44,12 @@ impl Problem {
         let [a, b, a_log, dt_bias, dg, dbeta] = &self.tensors(dtype);
         let rate = limits.map_or(Rate::Projection(b), |limits| Rate::TimeStep { limits });
         let operands = Operands { a, rate, a_log, dt_bias };
-        let rows = |dtype| rounded(dtype, &vec![f32::NAN; self.tokens * self.heads], a.dims()).0;
-        let [g, beta, da, db] = [DType::F32, DType::F32, dtype, dtype].map(rows);
+        let dirty = |like: &Tensor, dtype| rounded(dtype, &vec![f32::NAN; like.elem_count()], like.dims()).0;
+        let [g, beta] = [a, b].map(|like| dirty(like, DType::F32));
+        let [da, db] = [a, b].map(|like| dirty(like, dtype));
         forward(&operands, &g, &beta).unwrap();
-        let [da_log, ddt_bias] = [(); 2].map(|()| tensor(&vec![1.0; self.heads], &[self.heads]));
+        let ones = |like: &Tensor| tensor(&vec![1.0; like.elem_count()], like.dims());
+        let [da_log, ddt_bias] = [a_log, dt_bias].map(ones);
         let db = operands.b().map(|_| &db);
         let gradients = Gradients { da: &da, db, da_log: Some(&da_log), ddt_bias: Some(&ddt_bias) };
         backward(&operands, [dg, dbeta], &gradients).unwrap();
@@ -75,9 +85,10 @@ fn both_directions_match_the_reference_on_every_target() {
     // The CPU computes in f64.
     let tolerance = if is_for_a_gpu() { 2e-6 } else { 3e-7 };
     on_every_target(|target| {
-        for (tokens, heads) in [(1, 1), (7, 3), (513, 9), (1100, 2)] {
-            let problem = Problem::new(tokens, heads);
-            for limits in [None, Some(LIMITS)] {
+        let sizes = [(1, 1, 1), (7, 3, 1), (513, 9, 1), (1100, 2, 1), (1, 2, 2), (520, 3, 5), (9, 2, 35)];
+        for (tokens, heads, channels) in sizes {
+            let problem = Problem::of_channels(tokens, heads, channels);
+            for limits in [None, Some(LIMITS)].into_iter().take(if channels == 1 { 2 } else { 1 }) {
                 for (dtype, rounding) in
                     [(DType::F32, 0.0), (DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))]
                 {
@@ -85,8 +96,9 @@ fn both_directions_match_the_reference_on_every_target() {
                     for (index, got) in problem.run(dtype, limits).iter().enumerate() {
                         // da and db have the type of the elements.
                         let tolerance = tolerance + if index == 2 || index == 5 { rounding } else { 0.0 };
-                        let what =
-                            format!("result {index} of {tokens}x{heads}, {limits:?}, {dtype:?}, {target}");
+                        let what = format!(
+                            "result {index} of {tokens}x{heads}x{channels}, {limits:?}, {dtype:?}, {target}"
+                        );
                         assert_close(&what, got, &expected[index], tolerance);
                     }
                 }
@@ -111,7 +123,7 @@ fn the_reference_gradients_of_time_steps_are_the_derivatives() {
 
 #[test]
 fn the_reference_gradients_are_the_derivatives_of_the_forward() {
-    let [a, b, a_log, dt_bias, dg, dbeta] = &Problem::new(4, 3).f64s(DType::F32);
+    let [a, b, a_log, dt_bias, dg, dbeta] = &Problem::of_channels(4, 3, 2).f64s(DType::F32);
     let [da, db, da_log, ddt_bias] = reference::backward([a, b], [a_log, dt_bias], [dg, dbeta]);
     let loss = |a: &[f64], b: &[f64], a_log: &[f64], dt_bias: &[f64]| {
         let [g, beta] = reference::forward([a, b], [a_log, dt_bias]);

@@ -32,9 +32,11 @@ pub fn backward(
         call.expect(argument, &sizes.key_shape())?;
     }
     let dskip = dskip.filter(|_| !sizes.is_delta);
-    let sums: Vec<_> =
-        [("dg", dg), ("dbeta", dbeta)].into_iter().chain(dskip.map(|dskip| ("dskip", dskip))).collect();
-    sums.iter().try_for_each(|argument| call.expect(*argument, &sizes.gate_shape()))?;
+    let of_gates: Vec<_> =
+        [("dbeta", dbeta)].into_iter().chain(dskip.map(|dskip| ("dskip", dskip))).collect();
+    of_gates.iter().try_for_each(|argument| call.expect(*argument, &sizes.gate_shape()))?;
+    call.expect(("dg", dg), &sizes.decay_shape())?;
+    let sums = [&[("dg", dg)], &of_gates[..]].concat();
     let elements = [("dq", dq), ("dk", dk), ("dv", dv)];
     let inputs = [&operands.named()[..], &[("states", states), ("dout", dout)]].concat();
     let target = call.target(&[&elements[..], &sums].concat(), &inputs)?;

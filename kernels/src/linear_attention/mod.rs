@@ -1,5 +1,6 @@
 //! Linear attention with a decaying state, forward and backward in chunks: by the gated delta rule (Yang et al. 2024,
-//! arXiv 2412.06464), or by sums as in Mamba 2 (Dao and Gu 2024, arXiv 2405.21060).
+//! arXiv 2412.06464), that with a decay per channel of the keys (Kimi Linear, arXiv 2510.26692), or by sums as in Mamba 2 (Dao and
+//! Gu 2024, arXiv 2405.21060).
 //!
 //! Each value head of each document has a state, a matrix `[Dk, Dv]` that is zero at first. By [`Rule::Delta`], with the
 //! normalized key k, the normalized query q times 1/√Dk, value v, decay eᵍ and rate β of a token:
@@ -12,6 +13,8 @@
 //!
 //! Queries and keys are normalized inside: x / √(Σx² + 1e-6), as in transformers (`use_qk_l2norm_in_kernel`).
 //!
+//! By [`Rule::ChannelDelta`], each row of the state decays by itself: `state ← diag(eᵍ) · state` with a g per key channel.
+//!
 //! By [`Rule::Sum`], with queries and keys as they are and the factor D of the head's skip connection:
 //!
 //! ```text
@@ -22,8 +25,8 @@
 //! In the words of Mamba 2, q is C, k is B, v is x, and β is the time step.
 //!
 //! # Shapes
-//! `q, k [B, S, Hk, Dk]`, `v, o [B, S, Hv, Dv]` of one element type; `g, beta [B, S, Hv]` in f32. A gradient has the shape
-//! and the element type of its tensor.
+//! `q, k [B, S, Hk, Dk]`, `v, o [B, S, Hv, Dv]` of one element type; `g, beta [B, S, Hv]` in f32, but `g [B, S, Hk, Dk]` with
+//! decays per channel. A gradient has the shape and the element type of its tensor.
 
 mod backward;
 mod cpu;
@@ -58,7 +61,7 @@ pub struct Operands<'a> {
     pub k: &'a Tensor,
     /// Values `[B, S, Hv, Dv]`.
     pub v: &'a Tensor,
-    /// Logarithms of the decays, at most 0, `[B, S, Hv]` in f32.
+    /// Logarithms of the decays, at most 0, `[B, S, Hv]` in f32; `[B, S, Hk, Dk]` by [`Rule::ChannelDelta`].
     pub g: &'a Tensor,
     /// Rates of the updates, `[B, S, Hv]` in f32.
     pub beta: &'a Tensor,
@@ -73,6 +76,8 @@ pub struct Operands<'a> {
 pub enum Rule<'a> {
     /// The delta rule: the value stored under the key moves towards the token's value.
     Delta,
+    /// The delta rule with a decay for each key channel of a token, as in Kimi Linear.
+    ChannelDelta,
     /// The state is a decaying sum of keys and values, as in Mamba 2.
     Sum {
         /// The factor of the skip connection, `[Hv]` in the type of the elements.
@@ -117,7 +122,7 @@ impl<'a> Operands<'a> {
 
     fn skip_tensor(&self) -> Option<&'a Tensor> {
         match self.rule {
-            Rule::Delta => None,
+            Rule::Delta | Rule::ChannelDelta => None,
             Rule::Sum { skip } => Some(skip),
         }
     }
@@ -145,8 +150,10 @@ struct Sizes {
     value_heads: usize,
     key_dim: usize,
     value_dim: usize,
-    /// The rule is [`Rule::Delta`].
+    /// The rule is [`Rule::Delta`] or [`Rule::ChannelDelta`].
     is_delta: bool,
+    /// The rule is [`Rule::ChannelDelta`].
+    has_channel_decays: bool,
 }
 
 impl Sizes {
@@ -163,13 +170,15 @@ impl Sizes {
         let ((key_heads, key_dim), (_, value_dim)) = (heads(("k", k))?, heads(("v", v))?);
         let (documents, value_heads) = (layout.documents(), layout.v_to_k().len());
         let (batch, seq_len) = (documents.batch(), documents.seq_len());
-        let is_delta = matches!(rule, Rule::Delta);
-        let sizes = Self { batch, seq_len, key_heads, value_heads, key_dim, value_dim, is_delta };
+        let has_channel_decays = matches!(rule, Rule::ChannelDelta);
+        let is_delta = has_channel_decays || matches!(rule, Rule::Delta);
+        let sizes =
+            Self { batch, seq_len, key_heads, value_heads, key_dim, value_dim, is_delta, has_channel_decays };
         let shapes: [(Argument<'_>, &[usize]); 5] = [
             (("q", q), &sizes.key_shape()),
             (("k", k), &sizes.key_shape()),
             (("v", v), &sizes.value_shape()),
-            (("g", g), &sizes.gate_shape()),
+            (("g", g), &sizes.decay_shape()),
             (("beta", beta), &sizes.gate_shape()),
         ];
         shapes.into_iter().try_for_each(|(argument, shape)| call.expect(argument, shape))?;
@@ -194,6 +203,11 @@ impl Sizes {
     /// A number of elements that only the delta rule has.
     fn of_delta(&self, elems: usize) -> usize {
         if self.is_delta { elems } else { 0 }
+    }
+
+    /// A number of elements that only decays per channel need.
+    fn of_channels(&self, elems: usize) -> usize {
+        if self.has_channel_decays { elems } else { 0 }
     }
 
     /// Calls `work` with the working memory of a call, from the workspace.
@@ -237,6 +251,15 @@ impl Sizes {
 
     fn value_shape(&self) -> [usize; 4] {
         [self.batch, self.seq_len, self.value_heads, self.value_dim]
+    }
+
+    fn decay_shape(&self) -> Vec<usize> {
+        if self.has_channel_decays { self.key_shape().to_vec() } else { self.gate_shape().to_vec() }
+    }
+
+    /// Heads that have decays, and the number that each has.
+    fn decay_heads(&self) -> [usize; 2] {
+        if self.has_channel_decays { [self.key_heads, self.key_dim] } else { [self.value_heads, 1] }
     }
 
     fn gate_shape(&self) -> [usize; 3] {

@@ -1,4 +1,4 @@
-//! Both rules in f64, one token after the other.
+//! All rules in f64, one token after the other.
 
 use super::{LinearAttentionLayout, NORM_EPS};
 
@@ -15,6 +15,8 @@ pub struct Problem {
     pub value_dim: usize,
     /// Whether the rule is the delta rule, and not a sum.
     pub is_delta: bool,
+    /// Whether each key channel has its decay.
+    pub has_channel_decays: bool,
 }
 
 /// Inputs, `[B, S, heads, dim]` and `[B, S, heads]`.
@@ -26,7 +28,7 @@ pub struct Inputs {
     pub k: Vec<f64>,
     /// Values.
     pub v: Vec<f64>,
-    /// Logarithms of the decays.
+    /// Logarithms of the decays, of the shape of `k` if each channel has one.
     pub g: Vec<f64>,
     /// Rates of the updates.
     pub beta: Vec<f64>,
@@ -104,8 +106,12 @@ impl Problem {
                     gradients.skip[token.value] = dot(dout, &step.error);
                 }
                 // decayed = exp(g) · the previous state
-                gradients.g[token.value] = dot(&dstate, &step.decayed);
-                dstate.iter_mut().for_each(|d| *d *= g[token.value].exp());
+                let rows = dstate.chunks_exact_mut(dv).zip(step.decayed.chunks_exact(dv));
+                for (channel, (row, decayed)) in rows.enumerate() {
+                    let at = self.decay_at(token, channel);
+                    gradients.g[at] += dot(row, decayed);
+                    row.iter_mut().for_each(|d| *d *= g[at].exp());
+                }
 
                 let at = token.key * dk..(token.key + 1) * dk;
                 if !self.is_delta {
@@ -123,6 +129,11 @@ impl Problem {
 
     fn query_scale(&self) -> f64 {
         1.0 / (self.key_dim as f64).sqrt()
+    }
+
+    /// The index of the decay of a row of the state.
+    fn decay_at(&self, token: &Token, channel: usize) -> usize {
+        if self.has_channel_decays { token.key * self.key_dim + channel } else { token.value }
     }
 
     /// Calls `work` with the tokens of each document and value head.
@@ -156,8 +167,8 @@ impl Problem {
                 if self.is_delta { normalized(x).iter().map(|x| x * scale).collect() } else { x.to_vec() }
             };
             let (query, key) = (of_key(q, self.query_scale()), of_key(k, 1.0));
-            let decay = g[token.value].exp();
-            let decayed: Vec<f64> = state.iter().map(|s| s * decay).collect();
+            let decay = |element: usize| g[self.decay_at(token, element / dv)].exp();
+            let decayed: Vec<f64> = state.iter().enumerate().map(|(i, s)| s * decay(i)).collect();
             let recalled = transposed_product(&decayed, &key);
             let v = &v[token.value * dv..][..dv];
             let error: Vec<f64> = match self.is_delta {

@@ -14,6 +14,14 @@ struct Case {
     data: [Vec<f32>; 7],
 }
 
+fn rule<'a>(problem: &Problem, skip: &'a Tensor) -> Rule<'a> {
+    match problem.is_delta {
+        true if problem.has_channel_decays => Rule::ChannelDelta,
+        true => Rule::Delta,
+        false => Rule::Sum { skip },
+    }
+}
+
 /// The names of the outputs that [`Case::run`] returns: elements first, then sums in f32.
 const NAMES: [&str; 7] = ["o", "dq", "dk", "dv", "dg", "dbeta", "dskip"];
 
@@ -28,14 +36,26 @@ impl Case {
         let layout = LinearAttentionLayout::new(Documents::new(lists).unwrap(), v_to_k);
         let tokens = layout.documents().batch() * layout.documents().seq_len();
         let [keys, values] = [key_heads * key_dim, v_to_k.len() * value_dim].map(|row| tokens * row);
-        let gates = tokens * v_to_k.len();
-        // Decays so weak that states of earlier chunks count, and now and then an almost complete one; rates between 0 and 1.
-        let g = random(5, gates).into_iter().enumerate();
-        let g = g.map(|(i, x)| if i % 397 == 5 { -20.0 } else { (x - 2.0) / 200.0 }).collect();
+        let (gates, g) = (tokens * v_to_k.len(), Self::decays(tokens * v_to_k.len()));
         let beta = random(6, gates).into_iter().map(|x| (x + 2.0) / 4.0).collect();
         let skip = random(7, v_to_k.len());
         let data = [random(1, keys), random(2, keys), random(3, values), random(4, values), skip, g, beta];
-        Self { problem: Problem { layout, key_heads, key_dim, value_dim, is_delta: true }, data }
+        let (is_delta, has_channel_decays) = (true, false);
+        let problem = Problem { layout, key_heads, key_dim, value_dim, is_delta, has_channel_decays };
+        Self { problem, data }
+    }
+
+    /// Decays so weak that states of earlier chunks count, and now and then an almost complete one; rates between 0 and 1.
+    fn decays(len: usize) -> Vec<f32> {
+        let g = random(5, len).into_iter().enumerate();
+        g.map(|(i, x)| if i % 397 == 5 { -20.0 } else { (x - 2.0) / 200.0 }).collect()
+    }
+
+    /// By [`Rule::ChannelDelta`].
+    fn of_channels(mut self) -> Self {
+        self.problem.has_channel_decays = true;
+        self.data[5] = Self::decays(self.data[1].len());
+        self
     }
 
     /// Writes a sine wave to each input.
@@ -80,15 +100,19 @@ impl Case {
         vec![Self::new(cu_seqlens, &[0, 1, 1], 2, [8, 36])]
     }
 
-    /// [`all`](Self::all) and [`long`](Self::long) by both rules; for kernels, which may be emulated, fewer and smaller ones, with heads
+    /// [`all`](Self::all) and [`long`](Self::long) by every rule; for kernels, which may be emulated, fewer and smaller ones, with heads
     /// of several tiles.
     fn of_every_length() -> Vec<Self> {
-        let by_both_rules =
-            |cases: fn() -> Vec<Self>| cases().into_iter().zip(cases()).flat_map(|(a, b)| [a, b.of_sums()]);
+        let by_every_rule = |cases: fn() -> Vec<Self>| {
+            let cases = cases().into_iter().zip(cases()).zip(cases());
+            // A single token has gradients of decays of 0, which a sum over channels only rounds to.
+            let of_channels = |case: Self| (case.sizes().seq_len > 1).then(|| case.of_channels());
+            cases.flat_map(move |((a, b), c)| [a, b.of_sums()].into_iter().chain(of_channels(c)))
+        };
         if !is_for_a_gpu() {
-            return by_both_rules(Self::all).chain(by_both_rules(Self::long)).collect();
+            return by_every_rule(Self::all).chain(by_every_rule(Self::long)).collect();
         }
-        let short = by_both_rules(|| {
+        let short = by_every_rule(|| {
             vec![
                 Self::new(&[&[0, 1, 1, 3, 67], &[0, 67]], &[1, 0, 1], 3, [17, 7]),
                 Self::new(&[&[0, 70]], &[0], 1, [68, 70]),
@@ -98,19 +122,25 @@ impl Case {
         let long = [
             Self::new(&[&[0, 2060], &[0, 70, 140, 2060]], &[0], 1, [2, 2]),
             Self::new(&[&[0, 70, 140, 1200]], &[0, 0], 1, [2, 2]).of_sums(),
+            Self::new(&[&[0, 70, 140, 1200]], &[0, 0], 1, [2, 2]).of_channels(),
         ];
         short.chain(long).collect()
     }
 
     fn name(&self) -> String {
-        let Problem { layout, key_heads, key_dim, value_dim, is_delta } = &self.problem;
+        let Problem { layout, key_heads, key_dim, value_dim, is_delta, has_channel_decays } = &self.problem;
         let (seq_len, v_to_k) = (layout.documents().seq_len(), layout.v_to_k());
-        let rule = if *is_delta { "delta rule" } else { "sums" };
+        let rule = match has_channel_decays {
+            true => "delta rule by channel",
+            false if *is_delta => "delta rule",
+            false => "sums",
+        };
         format!("{rule}, {seq_len} tokens, {key_heads} key heads of {key_dim}, {v_to_k:?} of {value_dim}")
     }
 
     fn sizes(&self) -> Sizes {
-        let Problem { ref layout, key_heads, key_dim, value_dim, is_delta } = self.problem;
+        let Problem { ref layout, key_heads, key_dim, value_dim, is_delta, has_channel_decays } =
+            self.problem;
         let documents = layout.documents();
         Sizes {
             batch: documents.batch(),
@@ -120,19 +150,20 @@ impl Case {
             key_dim,
             value_dim,
             is_delta,
+            has_channel_decays,
         }
     }
 
     fn rule<'a>(&self, skip: &'a Tensor) -> Rule<'a> {
-        if self.problem.is_delta { Rule::Delta } else { Rule::Sum { skip } }
+        rule(&self.problem, skip)
     }
 
     /// The shapes of q, k, v, dout, skip, g and beta.
     fn shapes(&self) -> [Vec<usize>; 7] {
         let sizes = self.sizes();
         let [key, value] = [sizes.key_shape(), sizes.value_shape()].map(|shape| shape.to_vec());
-        let gate = sizes.gate_shape().to_vec();
-        [key.clone(), key, value.clone(), value, vec![sizes.value_heads], gate.clone(), gate]
+        let (decay, gate) = (sizes.decay_shape(), sizes.gate_shape().to_vec());
+        [key.clone(), key, value.clone(), value, vec![sizes.value_heads], decay, gate]
     }
 
     /// The tensors of q, k, v, dout, skip, g and beta, rounded to `dtype` but for the gates.
@@ -158,7 +189,7 @@ impl Case {
         assert_eq!(read(&o), read(&o_without_states), "saved states change the output");
         let [dq, dk, dv, dg, dbeta] = [q, k, v, g, beta].map(dirty);
         let dskip =
-            if self.problem.is_delta { tensor(&vec![0.0; g.elem_count()], g.dims()) } else { dirty(g) };
+            if self.problem.is_delta { tensor(&vec![0.0; beta.elem_count()], beta.dims()) } else { dirty(g) };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv, dg: &dg, dbeta: &dbeta, dskip: Some(&dskip) };
         backward(&operands, &states, dout, &gradients, &workspace).unwrap();
         ([&o, &dq, &dk, &dv, &dg, &dbeta, &dskip].map(read), workspace.free_bytes())
@@ -197,14 +228,20 @@ fn both_directions_agree_with_transformers() {
     /// autograd in f32, on the inputs below.
     const EXPECTED: [f64; 6] =
         [1.620_366_7, -0.474_985_6, 0.421_775_0, -0.004_163_3, 0.007_523_8, 0.151_703_8];
-    let mut case = Case::new(&[&[0, 70]], &[0, 0, 1, 1], 2, [5, 3]);
-    case.fill_with_waves();
-    let [.., g, beta] = &mut case.data;
-    g.iter_mut().for_each(|g| *g = -0.05 * (1.0 + *g));
-    beta.iter_mut().for_each(|beta| *beta = 0.5 + 0.4 * *beta);
-    for ((name, values), expected) in NAMES.iter().zip(case.run(DType::F32).0).zip(EXPECTED) {
-        let sum = weighted_by_a_wave(&values);
-        assert!((sum - expected).abs() < 1e-5, "{name}: {sum}, expected {expected}");
+    /// The same of `chunk_kimi_delta_attention`.
+    const EXPECTED_OF_CHANNELS: [f64; 6] =
+        [0.055_280_9, 1.122_563_4, -0.677_686_3, 0.221_603_5, 0.239_130_9, -0.964_582_6];
+    let delta = Case::new(&[&[0, 70]], &[0, 0, 1, 1], 2, [5, 3]);
+    let by_channel = Case::new(&[&[0, 70]], &[0, 1], 2, [5, 3]).of_channels();
+    for (mut case, expected) in [(delta, EXPECTED), (by_channel, EXPECTED_OF_CHANNELS)] {
+        case.fill_with_waves();
+        let [.., g, beta] = &mut case.data;
+        g.iter_mut().for_each(|g| *g = -0.05 * (1.0 + *g));
+        beta.iter_mut().for_each(|beta| *beta = 0.5 + 0.4 * *beta);
+        for ((name, values), expected) in NAMES.iter().zip(case.run(DType::F32).0).zip(expected) {
+            let sum = weighted_by_a_wave(&values);
+            assert!((sum - expected).abs() < 1e-5, "{name}, {}: {sum}, expected {expected}", case.name());
+        }
     }
 }
 
@@ -252,6 +289,7 @@ fn the_reference_gradients_are_the_derivatives_of_the_forward() {
     let delta = || Case::new(&[&[0, 2, 6], &[0, 6, 6]], &[1, 0, 1], 3, [3, 2]);
     assert_reference_gradients(&delta());
     assert_reference_gradients(&delta().of_sums());
+    assert_reference_gradients(&delta().of_channels());
 }
 
 fn assert_reference_gradients(case: &Case) {
@@ -286,23 +324,27 @@ fn assert_reference_gradients(case: &Case) {
 
 #[test]
 fn the_number_of_threads_does_not_change_a_bit() {
-    for case in [&Case::all()[0], &Case::long()[0], &Case::long().remove(0).of_sums()] {
+    let long = || Case::long().remove(0);
+    for case in [&Case::all()[0], &long(), &long().of_sums(), &long().of_channels()] {
         assert_same_for_any_thread_count(|| case.run(DType::F32).0);
     }
 }
 
 #[test]
 fn a_document_has_the_same_results_wherever_it_is_packed() {
-    let alone = Case::new(&[&[0, 100]], &[0, 0], 1, [8, 8]);
-    let [expected, ..] = alone.run(DType::F32).0;
-    for start in [1, 64, 93] {
-        let mut packed = Case::new(&[&[0, start, start + 100, 300]], &[0, 0], 1, [8, 8]);
-        for (packed, alone) in packed.data.iter_mut().zip(&alone.data) {
-            let row = alone.len() / 100;
-            packed[start as usize * row..][..alone.len()].copy_from_slice(alone);
+    let rules: [fn(Case) -> Case; 2] = [|case| case, Case::of_channels];
+    for of_rule in rules {
+        let alone = of_rule(Case::new(&[&[0, 100]], &[0, 0], 1, [8, 8]));
+        let [expected, ..] = alone.run(DType::F32).0;
+        for start in [1, 64, 93] {
+            let mut packed = of_rule(Case::new(&[&[0, start, start + 100, 300]], &[0, 0], 1, [8, 8]));
+            for (packed, alone) in packed.data.iter_mut().zip(&alone.data) {
+                let row = alone.len() / 100;
+                packed[start as usize * row..][..alone.len()].copy_from_slice(alone);
+            }
+            let [o, ..] = packed.run(DType::F32).0;
+            assert_eq!(o[start as usize * 16..][..1600], expected, "after {start} tokens, {}", alone.name());
         }
-        let [o, ..] = packed.run(DType::F32).0;
-        assert_eq!(o[start as usize * 16..][..1600], expected, "after {start} tokens");
     }
 }
 
@@ -321,16 +363,18 @@ fn an_empty_shard_has_no_results() {
         let layout = LinearAttentionLayout::new(Documents::new(cu_seqlens).unwrap(), v_to_k);
         let key = tensor(&vec![1.0; tokens * 4], &[1, tokens, 1, 4]);
         let [value, gate] = [output(&[1, tokens, v_to_k.len(), 2]), output(&[1, tokens, v_to_k.len()])];
-        let (rule, layout) = (Rule::Delta, &layout);
-        let operands = Operands { q: &key, k: &key, v: &value, g: &gate, beta: &gate, rule, layout };
-        let states = output(&layout.states_shape(4, 2));
-        let like = |tensor: &Tensor| output(tensor.dims());
-        forward(&operands, &like(&value), &states, &Workspace::new()).unwrap();
-        let [dq, dk, dv, dg, dbeta] = [&key, &key, &value, &gate, &gate].map(like);
-        let dskip = None;
-        let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv, dg: &dg, dbeta: &dbeta, dskip };
-        backward(&operands, &states, &value, &gradients, &Workspace::new()).unwrap();
-        assert_eq!([read(&dq), read(&dk)], [vec![0.0; tokens * 4], vec![0.0; tokens * 4]]);
+        let layout = &layout;
+        for (rule, g) in [(Rule::Delta, &gate), (Rule::ChannelDelta, &key)] {
+            let operands = Operands { q: &key, k: &key, v: &value, g, beta: &gate, rule, layout };
+            let states = output(&layout.states_shape(4, 2));
+            let like = |tensor: &Tensor| output(tensor.dims());
+            forward(&operands, &like(&value), &states, &Workspace::new()).unwrap();
+            let [dq, dk, dv, dg, dbeta] = [&key, &key, &value, g, &gate].map(like);
+            let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv, dg: &dg, dbeta: &dbeta, dskip: None };
+            backward(&operands, &states, &value, &gradients, &Workspace::new()).unwrap();
+            assert_eq!([read(&dq), read(&dk)], [vec![0.0; tokens * 4], vec![0.0; tokens * 4]]);
+            assert_eq!(read(&dg), vec![0.0; g.elem_count()]);
+        }
     }
 }
 
@@ -366,6 +410,7 @@ fn wrong_arguments_are_named() {
     assert_eq!(name(forward(&operands, &o, g, &Workspace::new())), "states");
     let rule = Rule::Sum { skip: g };
     assert_eq!(run(&Operands { rule, ..operands }, &o), "skip");
+    assert_eq!(run(&Operands { rule: Rule::ChannelDelta, ..operands }, &o), "g");
 
     let [dq, dk, dv, dg, dbeta] = &[q, k, v, g, beta].map(|tensor| output(tensor.dims()));
     let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: None };
@@ -375,6 +420,7 @@ fn wrong_arguments_are_named() {
     assert_eq!(run(g, &gradients), "states");
     assert_eq!(run(&states, &Gradients { dq: dv, ..gradients }), "dq");
     assert_eq!(run(&states, &Gradients { dv: dk, ..gradients }), "dv");
+    assert_eq!(run(&states, &Gradients { dg: dk, ..gradients }), "dg");
     assert_eq!(run(&states, &Gradients { dbeta: dk, ..gradients }), "dbeta");
     assert_eq!(run(&states, &Gradients { dk: dq, ..gradients }), "dq");
 }
@@ -383,7 +429,7 @@ fn wrong_arguments_are_named() {
 fn run_dry(case: &Case, kind: DeviceKind, threads: usize) -> ([Result<(), OpError>; 2], usize) {
     let (shapes, layout) = (case.shapes(), case.problem.layout.clone());
     let states = layout.states_shape(case.problem.key_dim, case.problem.value_dim);
-    let is_delta = case.problem.is_delta;
+    let problem = case.problem.clone();
     dry::run(
         DryDevice { kind, threads },
         |_| {},
@@ -392,7 +438,7 @@ fn run_dry(case: &Case, kind: DeviceKind, threads: usize) -> ([Result<(), OpErro
             let [q, k, v, dout, skip, g, beta] = &shapes.clone().map(|shape| zeros(&shape));
             let [dq, dk, dv, o, _, dg, dbeta] = &shapes.map(|shape| zeros(&shape));
             let (states, workspace) = (zeros(&states), Workspace::new());
-            let rule = if is_delta { Rule::Delta } else { Rule::Sum { skip } };
+            let rule = rule(&problem, skip);
             let operands = Operands { q, k, v, g, beta, rule, layout: &layout };
             let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: None };
             let results = [
@@ -407,7 +453,8 @@ fn run_dry(case: &Case, kind: DeviceKind, threads: usize) -> ([Result<(), OpErro
 
 #[test]
 fn a_dry_run_takes_the_scratch_of_a_real_one() {
-    for case in [&Case::all()[0], &Case::long()[0], &Case::long().remove(0).of_sums()] {
+    let long = || Case::long().remove(0);
+    for case in [&Case::all()[0], &long(), &long().of_sums(), &long().of_channels()] {
         for threads in [1, 3] {
             let ([forward, backward], bytes) = run_dry(case, DeviceKind::Cpu, threads);
             forward.and(backward).unwrap();
@@ -419,7 +466,8 @@ fn a_dry_run_takes_the_scratch_of_a_real_one() {
 
 #[test]
 fn a_dry_run_takes_the_scratch_of_a_real_one_on_a_gpu() {
-    for case in [Case::all().remove(3), Case::all().remove(3).of_sums()] {
+    let case = || Case::all().remove(3);
+    for case in [case(), case().of_sums(), case().of_channels()] {
         let ([forward, backward], bytes) = run_dry(&case, DeviceKind::Cuda, 1);
         forward.and(backward).unwrap();
         on_a_gpu(|| assert_eq!(case.run(DType::F32).1, bytes, "{}", case.name()));

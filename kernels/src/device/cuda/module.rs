@@ -221,6 +221,7 @@ fn whole_text(source: &Source) -> String {
         ("attention_fused_backward", include_str!("../../../cuda/attention_fused_backward.cuh")),
         ("attention_softmax", include_str!("../../../cuda/attention_softmax.cuh")),
         ("linear_attention", include_str!("../../../cuda/linear_attention.cuh")),
+        ("linear_attention_channels", include_str!("../../../cuda/linear_attention_channels.cuh")),
     ];
     headers.iter().fold(source.text.to_owned(), |text, (name, header)| {
         text.replace(&format!("#include \"{name}.cuh\""), header)

@@ -19,10 +19,54 @@ pub(super) struct KeyHead<'a> {
     pub(super) q_inverse_norms: &'a mut [f32],
     /// Inverse norms of the keys, `[tokens]`. By the delta rule.
     pub(super) k_inverse_norms: &'a mut [f32],
-    /// Products of a chunk's queries with its keys, `[tokens, CHUNK]`.
+    /// Products of a chunk's queries with its keys, `[tokens, CHUNK]`. With decays per channel, they have those between the two tokens, and
+    /// exist for keys up to the query only.
     pub(super) qk: &'a mut [f32],
-    /// Products of a chunk's keys, `[tokens, CHUNK]`. By the delta rule.
+    /// Products of a chunk's keys, likewise. By the delta rule.
     pub(super) kk: &'a mut [f32],
+    /// With decays per channel.
+    pub(super) channels: Option<ChannelRows<'a>>,
+}
+
+/// Rows of a key head with decays per channel, each `[tokens, Dk]`.
+pub(super) struct ChannelRows<'a> {
+    /// Sums of g from the start of the chunk: γ.
+    pub(super) decay: &'a mut [f32],
+    /// `Q∘exp(γ)`
+    pub(super) q: &'a mut [f32],
+    /// `K∘exp(γ)`
+    pub(super) k: &'a mut [f32],
+    /// `K∘exp(γ_end − γ)`
+    pub(super) stored: &'a mut [f32],
+}
+
+impl ChannelRows<'_> {
+    /// Those of each chunk.
+    pub(super) fn by_chunk(
+        &mut self,
+        dim: usize,
+        segment: &Segment,
+    ) -> impl Iterator<Item = ChannelRows<'_>> {
+        let Self { decay, q, k, stored } = self;
+        let rows = [decay, q, k, stored].map(|rows| (&mut **rows, dim));
+        by_chunk(rows, segment).map(|[decay, q, k, stored]| ChannelRows { decay, q, k, stored })
+    }
+}
+
+impl KeyHead<'_> {
+    /// The rows that read the state before a chunk, of queries and of keys, and those that store in the state behind it; but for the
+    /// decays of value heads.
+    pub(super) fn rows_of_state(&self) -> [&[f32]; 3] {
+        match &self.channels {
+            None => [self.q, self.k, self.k],
+            Some(ChannelRows { q, k, stored, .. }) => [q, k, stored],
+        }
+    }
+
+    /// γ of a chunk's last token by channel, if it has that. `end`: the token behind the chunk, within the segment.
+    pub(super) fn channel_decay(&self, end: usize, dim: usize) -> Option<&[f32]> {
+        self.channels.as_ref().map(|channels| &channels.decay[(end - 1) * dim..end * dim])
+    }
 }
 
 /// A segment of one value head.
@@ -31,7 +75,7 @@ pub(super) struct ValueHead<'a> {
     pub(super) head: usize,
     /// The index of its key head among those that are processed together.
     pub(super) key: usize,
-    /// Sums of g from the start of the chunk, `[tokens]`.
+    /// Sums of g from the start of the chunk, `[tokens]`; zeros with decays per channel.
     pub(super) decay: &'a mut [f32],
     /// β, `[tokens]`.
     pub(super) beta: &'a mut [f32],
@@ -113,7 +157,8 @@ pub(super) fn scratch_elems(sizes: &Sizes, v_to_k: &[usize], together: usize, is
 }
 
 fn key_head_elems(sizes: &Sizes) -> usize {
-    sizes.segment_tokens() * (2 * sizes.key_dim + CHUNK + sizes.of_delta(2 + CHUNK))
+    let row = 2 * sizes.key_dim + CHUNK + sizes.of_delta(2 + CHUNK) + sizes.of_channels(4 * sizes.key_dim);
+    sizes.segment_tokens() * row
 }
 
 fn value_head_elems(sizes: &Sizes, is_backward: bool) -> usize {
@@ -174,6 +219,12 @@ impl<'a> HeadBuffers<'a> {
                 k_inverse_norms: take(sizes.of_delta(tokens)),
                 qk: take(tokens * CHUNK),
                 kk: take(sizes.of_delta(tokens * CHUNK)),
+                channels: sizes.has_channel_decays.then(|| ChannelRows {
+                    decay: take(tokens * key_dim),
+                    q: take(tokens * key_dim),
+                    k: take(tokens * key_dim),
+                    stored: take(tokens * key_dim),
+                }),
             });
         }
         Self { keys, values }

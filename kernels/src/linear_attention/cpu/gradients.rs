@@ -6,13 +6,14 @@
 
 use super::super::segments::{CHUNK, Chunk, Segment};
 use super::buffers::{Block, HeadBuffers, KeyHead, ValueHead};
+use super::channels::{self, PairGradients, RowGradients};
+use super::rows::{Products, Sums, add_terms, attention_gradients, dot, normalize_backward, pair_gradients};
 use super::scan::exponentials;
 use super::{Gradients, HeadsMut, Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::gemm::tile::TILE;
 use crate::gemm::transposed::transpose_rows;
 use crate::matrix::{Mat, MatMut, Store, multiply_f32};
-use crate::simd::{self, simd_kernel};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -32,16 +33,20 @@ impl<'a, T> Outputs<'a, T> {
         let keys = |elements| HeadsMut::new(elements, sizes.seq_len, sizes.key_heads, sizes.key_dim);
         let gates = |elements| HeadsMut::new(elements, sizes.seq_len, sizes.value_heads, 1);
         let (dv, dskip) = (sizes.values_mut(dv), dskip.map(gates));
-        Self { dq: keys(dq), dk: keys(dk), dv, dg: gates(dg), dbeta: gates(dbeta), dskip }
+        let [heads, dim] = sizes.decay_heads();
+        let dg = HeadsMut::new(dg, sizes.seq_len, heads, dim);
+        Self { dq: keys(dq), dk: keys(dk), dv, dg, dbeta: gates(dbeta), dskip }
     }
 }
 
 /// The lengths of the buffers of a task: the gradients of queries and keys; a term of one of them; two products of
-/// gradients with transposed updates; transposed updates, gradients of β∘errors, and a state.
-pub(super) fn scratch_lengths(sizes: &Sizes) -> [usize; 8] {
+/// gradients with transposed updates; transposed updates, gradients of β∘errors, and a state; with decays per channel the
+/// gradients of stored keys, and of the decays to the end of the chunk.
+pub(super) fn scratch_lengths(sizes: &Sizes) -> [usize; 10] {
     let (keys, values) = (CHUNK * sizes.key_dim, CHUNK * sizes.value_dim);
     let state = sizes.value_dim * sizes.key_dim.next_multiple_of(TILE);
-    [keys, keys, keys, CHUNK * CHUNK, CHUNK * CHUNK, values, values, state]
+    let [stored, end] = [keys, sizes.key_dim].map(|elems| sizes.of_channels(elems));
+    [keys, keys, keys, CHUNK * CHUNK, CHUNK * CHUNK, values, values, state, stored, end]
 }
 
 /// Writes the gradients of all chunks.
@@ -57,33 +62,42 @@ pub(super) fn chunks<T: Float>(
         tasks.extend(segment.chunks.iter().map(|chunk| (index, key, segment, chunk)));
     }
     tasks.into_par_iter().for_each(|(index, key, segment, chunk)| {
-        with_scratch(scratch_lengths(&problem.sizes), |[dq, dk, term, da, dl, updates, gradients, state]| {
+        with_scratch(scratch_lengths(&problem.sizes), |buffers| {
+            let [dq, dk, term, da, dl, updates, gradients, state, dstored, dend] = buffers;
             let keys = chunk.tokens.len() * problem.sizes.key_dim;
-            let (dq, dk) = (&mut dq[..keys], &mut dk[..keys]);
-            dq.fill(0.0);
-            dk.fill(0.0);
-            let mut buffers = Buffers { dq, dk, term, da, dl, updates, gradients, state };
+            let (dq, dk, dstored) =
+                (&mut dq[..keys], &mut dk[..keys], &mut dstored[..problem.sizes.of_channels(keys)]);
+            let dend = &mut dend[..problem.sizes.of_channels(problem.sizes.key_dim)];
+            [&mut *dq, dk, dstored, dend].into_iter().for_each(|gradient| gradient.fill(0.0));
+            let mut buffers = Buffers { dq, dk, term, da, dl, updates, gradients, state, dstored, dend };
             for value in heads.values.iter().filter(|value| value.key == index) {
                 let of_head = ChunkGradients::new(problem, key, value, segment, chunk);
                 of_head.write(outputs, &mut buffers);
             }
-            write_keys(problem, key, (segment, chunk), outputs, [buffers.dq, buffers.dk]);
+            write_keys(problem, key, (segment, chunk), outputs, &mut buffers);
         });
     });
 }
 
-/// Passes the gradients of queries and keys through the normalization of the delta rule.
+/// Passes the gradients of queries and keys through the normalization of the delta rule, and writes those of decays per channel.
 fn write_keys<T: Float>(
     problem: &Problem<'_, T>,
     key: &KeyHead<'_>,
     (segment, chunk): (&Segment, &Chunk),
     outputs: &Outputs<'_, T>,
-    [dq, dk]: [&mut [f32]; 2],
+    buffers: &mut Buffers<'_>,
 ) {
     let (rows, dim, at) = (segment.rows(chunk), problem.sizes.key_dim, (key.sequence, key.head));
     let of_chunk = rows.start * dim..rows.end * dim;
+    let (q, k) = (&key.q[of_chunk.clone()], &key.k[of_chunk.clone()]);
+    if problem.sizes.has_channel_decays {
+        let (mut gradients, dg) = buffers.of_rows();
+        channels::finish(q, k, &mut gradients, dg);
+        // SAFETY: no other task has these tokens of this sequence and key head.
+        unsafe { outputs.dg.head(at, &chunk.tokens) }.round_from(dg);
+    }
+    let Buffers { dq, dk, .. } = buffers;
     if problem.sizes.is_delta {
-        let (q, k) = (&key.q[of_chunk.clone()], &key.k[of_chunk]);
         normalize_backward(q, dim, problem.query_scale(), &key.q_inverse_norms[rows.clone()], dq);
         normalize_backward(k, dim, 1.0, &key.k_inverse_norms[rows], dk);
     }
@@ -103,6 +117,16 @@ struct Buffers<'a> {
     updates: &'a mut [f32],
     gradients: &'a mut [f32],
     state: &'a mut [f32],
+    dstored: &'a mut [f32],
+    dend: &'a mut [f32],
+}
+
+impl Buffers<'_> {
+    /// The gradients of rows with decays per channel, and a term.
+    fn of_rows(&mut self) -> (RowGradients<'_>, &mut [f32]) {
+        let Self { dq: q, dk: k, dstored: stored, dend: end, term, .. } = self;
+        (RowGradients { q, k, stored, end }, term)
+    }
 }
 
 /// A chunk of one value head.
@@ -116,18 +140,14 @@ struct ChunkGradients<'a, 'b> {
     qk: &'a [f32],
     kk: &'a [f32],
     decay: &'a [f32],
+    /// γ per channel, `[tokens, Dk]`.
+    channels: Option<&'a [f32]>,
     beta: &'a [f32],
     skip: Option<f32>,
     decays: [f32; CHUNK],
     decays_to_end: [f32; CHUNK],
     /// Gradients of γ, β and the skip connection.
     sums: Sums,
-}
-
-struct Sums {
-    decay: [f32; CHUNK],
-    beta: [f32; CHUNK],
-    skip: [f32; CHUNK],
 }
 
 impl<'a, 'b> ChunkGradients<'a, 'b> {
@@ -144,11 +164,28 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         let (q, k) = (of(key.q, sizes.key_dim), of(key.k, sizes.key_dim));
         let (qk, kk) = (of(key.qk, CHUNK), of(key.kk, sizes.of_delta(CHUNK)));
         let (decay, beta) = (of(value.decay, 1), of(value.beta, 1));
+        let channels = key.channels.as_ref().map(|channels| of(channels.decay, sizes.key_dim));
         let (mut decays, mut decays_to_end) = ([0.0; CHUNK], [0.0; CHUNK]);
         exponentials(decay, &mut decays, &mut decays_to_end);
         let sums = Sums { decay: [0.0; CHUNK], beta: [0.0; CHUNK], skip: [0.0; CHUNK] };
         let skip = problem.skip.map(|skip| skip[value.head]);
-        Self { sizes, value, chunk, rows, q, k, qk, kk, decay, beta, skip, decays, decays_to_end, sums }
+        Self {
+            sizes,
+            value,
+            chunk,
+            rows,
+            q,
+            k,
+            qk,
+            kk,
+            decay,
+            channels,
+            beta,
+            skip,
+            decays,
+            decays_to_end,
+            sums,
+        }
     }
 
     fn len(&self) -> usize {
@@ -168,13 +205,15 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         self.write_values(outputs, buffers.term);
 
         let (at, len, tokens) = ((self.value.sequence, self.value.head), self.len(), &self.chunk.tokens);
-        let mut sum = 0.0;
-        for decay in self.sums.decay[..len].iter_mut().rev() {
-            sum += *decay;
-            *decay = sum;
+        if self.channels.is_none() {
+            let mut sum = 0.0;
+            for decay in self.sums.decay[..len].iter_mut().rev() {
+                sum += *decay;
+                *decay = sum;
+            }
+            // SAFETY: no other task has these tokens of this sequence and value head.
+            unsafe { outputs.dg.head(at, tokens) }.round_from(&self.sums.decay[..len]);
         }
-        // SAFETY: no other task has these tokens of this sequence and value head.
-        unsafe { outputs.dg.head(at, tokens) }.round_from(&self.sums.decay[..len]);
         // SAFETY: as above.
         unsafe { outputs.dbeta.head(at, tokens) }.round_from(&self.sums.beta[..len]);
         if let Some(dskip) = &outputs.dskip {
@@ -223,7 +262,7 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
     /// The gradients that come from A and L.
     fn through_pairs(&mut self, buffers: &mut Buffers<'_>) {
         let len = self.len();
-        let Buffers { dq, dk, da, dl, updates, gradients, .. } = buffers;
+        let Buffers { dq, dk, da, dl, updates, gradients, dstored, dend, .. } = buffers;
         let updates = self.transposed(updates);
         multiply_f32(MatMut::new(da, len, len, CHUNK), Store::Overwrite, 1.0, self.dout(), updates);
         let (q, k) = (self.keys(self.q), self.keys(self.k));
@@ -238,6 +277,12 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         multiply_f32(of_l, Store::Overwrite, -1.0, self.transposed(gradients).t(), updates);
         let products = Products { qk: self.qk, kk: self.kk, decay: self.decay, beta: self.beta };
         pair_gradients(products, da, dl, &mut self.sums);
+        if let Some(decay) = self.channels {
+            let pairs = PairGradients { qk: da, kk: dl };
+            let mut into = RowGradients { q: dq, k: dk, stored: dstored, end: dend };
+            channels::add_pair_gradients(self.q, self.k, decay, self.sizes.key_dim, &pairs, &mut into);
+            return;
+        }
         let (da, dl) = (Mat::new(da, len, len, CHUNK), Mat::new(dl, len, len, CHUNK));
         multiply_f32(self.keys_mut(dq), Store::Add, 1.0, da, k);
         multiply_f32(self.keys_mut(dk), Store::Add, 1.0, da.t(), q);
@@ -248,34 +293,49 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
     fn through_state(&mut self, buffers: &mut Buffers<'_>) {
         let Buffers { dq, dk, term, gradients, state, .. } = buffers;
         let state = self.transposed_state(state, |block| block.slot(block.states, self.chunk.state));
-        let (len, dim) = (self.len(), self.sizes.key_dim);
         multiply_f32(self.keys_mut(term), Store::Overwrite, 1.0, self.dout(), state);
-        add_terms(term, &self.decays[..len], self.q, dim, dq, &mut self.sums.decay);
+        self.add_read(term, self.decays, self.q, dq);
         if !self.sizes.is_delta {
             return;
         }
         multiply_f32(self.keys_mut(term), Store::Overwrite, -1.0, self.transposed(gradients).t(), state);
         let mut factors = self.decays;
         factors.iter_mut().zip(self.beta).for_each(|(factor, beta)| *factor *= beta);
-        add_terms(term, &factors[..len], self.k, dim, dk, &mut self.sums.decay);
+        self.add_read(term, factors, self.k, dk);
+    }
+
+    /// Adds the gradients of rows that read the state, whose factors are these and exp(γ) of the channels.
+    fn add_read(&mut self, terms: &[f32], factors: [f32; CHUNK], rows: &[f32], into: &mut [f32]) {
+        let (dim, factors) = (self.sizes.key_dim, &factors[..self.len()]);
+        match self.channels {
+            None => add_terms(terms, factors, rows, dim, into, &mut self.sums.decay),
+            Some(decay) => channels::add_decayed(terms, decay, factors, dim, into),
+        }
     }
 
     /// The gradients that come from the state behind the chunk.
     fn through_next_state(&mut self, buffers: &mut Buffers<'_>) {
-        let Buffers { dk, term, updates, state, .. } = buffers;
+        let Buffers { dq, dk, term, updates, state, dstored, dend, .. } = buffers;
         let dstate = self.transposed_state(state, |block| block.slot(block.dstates, self.chunk.dstate));
         let (len, dim) = (self.len(), self.sizes.key_dim);
         multiply_f32(self.keys_mut(term), Store::Overwrite, 1.0, self.transposed(updates).t(), dstate);
+        let decayed_states = self.value.blocks.iter().filter_map(|block| {
+            let state = block.slot(block.states, self.chunk.state)?;
+            Some((state, block.slot(block.dstates, self.chunk.dstate)?))
+        });
+        if let Some(decay) = self.channels {
+            let mut into = RowGradients { q: dq, k: dk, stored: dstored, end: dend };
+            channels::add_stored(term, self.k, decay, &mut into);
+            let end = &decay[(len - 1) * dim..];
+            decayed_states.for_each(|(state, dstate)| {
+                channels::add_decay_of_state(state, dstate, end, into.end);
+            });
+            return;
+        }
         let mut dots = [0.0; CHUNK];
         add_terms(term, &self.decays_to_end[..len], self.k, dim, dk, &mut dots);
-        let mut of_end: f32 = dots.iter().sum();
-        for block in &self.value.blocks {
-            let slots =
-                (block.slot(block.states, self.chunk.state), block.slot(block.dstates, self.chunk.dstate));
-            if let (Some(state), Some(dstate)) = slots {
-                of_end += self.decays[len - 1] * dot(state, dstate);
-            }
-        }
+        let of_states = decayed_states.map(|(state, dstate)| self.decays[len - 1] * dot(state, dstate));
+        let of_end = dots.iter().sum::<f32>() + of_states.sum::<f32>();
         self.sums.decay.iter_mut().zip(dots).for_each(|(sum, dot)| *sum -= dot);
         self.sums.decay[len - 1] += of_end;
     }
@@ -316,99 +376,6 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
                     self.sums.skip[token] += dot(dout, errors);
                 }
                 T::round(row, &mut dv.row(token)[block.columns.clone()]);
-            }
-        }
-    }
-}
-
-/// The factors of A and L.
-#[derive(Clone, Copy)]
-struct Products<'a> {
-    qk: &'a [f32],
-    kk: &'a [f32],
-    decay: &'a [f32],
-    beta: &'a [f32],
-}
-
-simd_kernel! {
-    /// Replaces the gradient of A by that of the products of queries and keys, and the gradient of L by that of the
-    /// products of keys, symmetric. Adds the gradients of γ and β.
-    fn pair_gradients<S>(products: Products<'_>, da: &mut [f32], dl: &mut [f32], sums: &mut Sums) {
-        let Products { qk, kk, decay, beta } = products;
-        let len = decay.len();
-        for i in 0..len {
-            let row = i * CHUNK..i * CHUNK + CHUNK;
-            let (da, dl) = (&mut da[row.clone()], &mut dl[row.clone()]);
-            let (qk, kk) = (&qk[row.clone()], &kk[row]);
-            let mut of_beta = 0.0;
-            let mut of_decay = 0.0;
-            for j in 0..i {
-                let factor = simd::exp::<S>(decay[i] - decay[j]);
-                let (of_qk, of_kk) = (da[j] * factor, dl[j] * factor);
-                (da[j], dl[j]) = (of_qk, beta[i] * of_kk);
-                let of_pair = S::mul_add(of_qk, qk[j], beta[i] * of_kk * kk[j]);
-                of_beta = S::mul_add(of_kk, kk[j], of_beta);
-                of_decay += of_pair;
-                sums.decay[j] -= of_pair;
-            }
-            sums.decay[i] += of_decay;
-            sums.beta[i] += of_beta;
-            dl[i] = 0.0;
-            da[i + 1..len].fill(0.0);
-        }
-        for i in 0..len {
-            for j in 0..i {
-                dl[j * CHUNK + i] = dl[i * CHUNK + j];
-            }
-        }
-    }
-}
-
-simd_kernel! {
-    /// Replaces the gradient of A by that of the products of queries and keys. Adds that of γ.
-    fn attention_gradients<S>(qk: &[f32], decay: &[f32], da: &mut [f32], of_decay: &mut [f32; CHUNK]) {
-        let len = decay.len();
-        for (i, (da, qk)) in da.chunks_exact_mut(CHUNK).zip(qk.chunks_exact(CHUNK)).take(len).enumerate() {
-            let mut sum = 0.0;
-            for j in 0..i {
-                da[j] *= simd::exp::<S>(decay[i] - decay[j]);
-                let of_pair = da[j] * qk[j];
-                sum += of_pair;
-                of_decay[j] -= of_pair;
-            }
-            of_decay[i] += sum;
-            da[i + 1..len].fill(0.0);
-        }
-    }
-}
-
-simd_kernel! {
-    /// Adds `factors∘terms` to a gradient, and its products with the rows to `dots`.
-    fn add_terms<S>(terms: &[f32], factors: &[f32], rows: &[f32], dim: usize, into: &mut [f32], dots: &mut [f32]) {
-        let rows = rows.chunks_exact(dim).zip(into.chunks_exact_mut(dim));
-        for (((term, factor), (row, into)), sum) in terms.chunks_exact(dim).zip(factors).zip(rows).zip(dots) {
-            *sum = S::mul_add(*factor, simd::dot::<S>(term, row), *sum);
-            for (into, term) in into.iter_mut().zip(term) {
-                *into = S::mul_add(*factor, *term, *into);
-            }
-        }
-    }
-}
-
-simd_kernel! {
-    fn dot<S>(a: &[f32], b: &[f32]) -> f32 {
-        simd::dot::<S>(a, b)
-    }
-}
-
-simd_kernel! {
-    /// The gradient of x for that of the rows `scale · x / |x|`.
-    fn normalize_backward<S>(rows: &[f32], dim: usize, scale: f32, inverse_norms: &[f32], gradients: &mut [f32]) {
-        let rows = rows.chunks_exact(dim).zip(gradients.chunks_exact_mut(dim));
-        for ((row, gradient), inverse_norm) in rows.zip(inverse_norms) {
-            let along = simd::dot::<S>(row, gradient) / scale;
-            for (gradient, x) in gradient.iter_mut().zip(row) {
-                *gradient = inverse_norm * S::mul_add(-along, *x, scale * *gradient);
             }
         }
     }

@@ -1,7 +1,8 @@
 //! The part of a chunk that does not depend on the state: normalized queries and keys, their products, and (I + L)⁻¹.
 
 use super::super::segments::CHUNK;
-use super::buffers::{HeadBuffers, by_chunk};
+use super::buffers::{ChannelRows, HeadBuffers, by_chunk};
+use super::channels::{decay_rows, pair_products};
 use super::{Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::gemm::transposed::transpose_rows;
@@ -21,6 +22,7 @@ struct KeyTask<'a> {
     k_inverse_norms: &'a mut [f32],
     qk: &'a mut [f32],
     kk: &'a mut [f32],
+    channels: Option<ChannelRows<'a>>,
 }
 
 /// A chunk of a value head.
@@ -51,10 +53,11 @@ pub(super) fn prepare<T: Float>(problem: &Problem<'_, T>, heads: &mut HeadBuffer
             (&mut *key.qk, CHUNK),
             (&mut *key.kk, of_delta(CHUNK)),
         ];
+        let mut channels = key.channels.as_mut().map(|rows| rows.by_chunk(dim, segment));
         for (chunk, rows) in segment.chunks.iter().zip(by_chunk(rows, segment)) {
             let [q, k, q_inverse_norms, k_inverse_norms, qk, kk] = rows;
-            let tokens = chunk.tokens.clone();
-            tasks.push(KeyTask { at, tokens, q, k, q_inverse_norms, k_inverse_norms, qk, kk });
+            let (tokens, channels) = (chunk.tokens.clone(), channels.as_mut().and_then(Iterator::next));
+            tasks.push(KeyTask { at, tokens, q, k, q_inverse_norms, k_inverse_norms, qk, kk, channels });
         }
     }
     tasks.into_par_iter().for_each(|task| task.run(problem));
@@ -80,7 +83,7 @@ pub(super) fn scratch_lengths(sizes: &Sizes) -> [usize; 1] {
 
 impl KeyTask<'_> {
     fn run<T: Float>(self, problem: &Problem<'_, T>) {
-        let Self { at, tokens, q, k, q_inverse_norms, k_inverse_norms, qk, kk } = self;
+        let Self { at, tokens, q, k, q_inverse_norms, k_inverse_norms, qk, kk, channels } = self;
         let (len, dim) = (tokens.len(), problem.sizes.key_dim);
         problem.q.gather_f32(at, &tokens, q);
         problem.k.gather_f32(at, &tokens, k);
@@ -88,6 +91,14 @@ impl KeyTask<'_> {
         if is_delta {
             normalize(q, dim, problem.query_scale(), q_inverse_norms);
             normalize(k, dim, 1.0, k_inverse_norms);
+        }
+        if let Some(mut channels) = channels {
+            problem.g.gather_f32(at, &tokens, channels.decay);
+            decay_rows(q, k, &mut channels, dim);
+            with_scratch([dim], |[term]| {
+                pair_products(q, k, channels.decay, qk, kk, &mut term[..dim]);
+            });
+            return;
         }
         with_scratch(scratch_lengths(&problem.sizes), |[transposed]| {
             transpose_rows(k, (len, dim), dim, transposed, CHUNK);
@@ -103,7 +114,10 @@ impl KeyTask<'_> {
 impl ValueTask<'_> {
     fn run<T: Float>(self, problem: &Problem<'_, T>) {
         let Self { at, tokens, kk, decay, beta, inverse } = self;
-        problem.g.gather_f32(at, &tokens, decay);
+        match problem.sizes.has_channel_decays {
+            true => decay.fill(0.0),
+            false => _ = problem.g.gather_f32(at, &tokens, decay),
+        }
         problem.beta.gather_f32(at, &tokens, beta);
         let mut sum = 0.0;
         for decay in decay.iter_mut() {

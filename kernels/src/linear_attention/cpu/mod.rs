@@ -10,7 +10,7 @@
 //! S       ← exp(γ_end) S + Kᵀ (exp(γ_end − γ)∘updates)
 //! ```
 //!
-//! Without the delta rule, errors are the values, L is 0, and O also has D∘V.
+//! With [decays per channel](channels), γ is a vector. Without the delta rule, errors are the values, L is 0, and O also has D∘V.
 //!
 //! (I + L)⁻¹ is computed for all chunks of a segment at once, in parallel, and so is O. Only errors, updates and S depend on
 //! the previous chunk. They are computed in parallel for blocks of columns of S, none of which depends on another. The
@@ -18,9 +18,11 @@
 //! then computes all other gradients of all chunks in parallel.
 
 mod buffers;
+mod channels;
 mod gradients;
 mod intra;
 mod output;
+mod rows;
 mod scan;
 
 use super::segments::{Segment, all_segments};
@@ -38,6 +40,7 @@ pub(super) struct Problem<'a, T> {
     pub(super) q: Heads<'a, T>,
     pub(super) k: Heads<'a, T>,
     pub(super) v: Heads<'a, T>,
+    /// Of value heads, or of key heads with their channels.
     pub(super) g: Heads<'a, f32>,
     pub(super) beta: Heads<'a, f32>,
     /// The skip connection of each value head.
@@ -55,7 +58,9 @@ impl<'a, T: Float> Problem<'a, T> {
         let keys = |elements| Heads::new(elements, sizes.seq_len, sizes.key_heads, sizes.key_dim);
         let gates = |elements| Heads::new(elements, sizes.seq_len, sizes.value_heads, 1);
         let (q, k, v) = (keys(q), keys(k), sizes.values(v));
-        Self { sizes, layout, q, k, v, g: gates(g), beta: gates(beta), skip }
+        let [heads, dim] = sizes.decay_heads();
+        let g = Heads::new(g, sizes.seq_len, heads, dim);
+        Self { sizes, layout, q, k, v, g, beta: gates(beta), skip }
     }
 
     /// The factor of the normalized queries.

@@ -65,7 +65,8 @@ fn chunk_output(
 ) {
     let (rows, len, key_dim) = (segment.rows(chunk), chunk.tokens.len(), sizes.key_dim);
     let a = Mat::new(a, len, len, CHUNK);
-    let q = Mat::new(&key.q[rows.start * key_dim..], len, key_dim, key_dim);
+    let [q, ..] = key.rows_of_state();
+    let q = Mat::new(&q[rows.start * key_dim..], len, key_dim, key_dim);
     for block in &value.blocks {
         let width = block.columns.len();
         let updates = Mat::new(&block.updates[rows.start * width..], len, width, width);

@@ -2,6 +2,7 @@
 
 use super::super::segments::{CHUNK, Chunk, Segment};
 use super::buffers::{Block, COLUMNS, HeadBuffers, KeyHead, ValueHead};
+use super::channels;
 use super::{Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::matrix::{Mat, MatMut, Store, multiply_f32};
@@ -145,8 +146,12 @@ impl ChunkTask<'_, '_> {
         Mat::new(self.rows(self.task.inverse, CHUNK), self.len(), self.len(), CHUNK)
     }
 
-    fn decay_of_chunk(&self) -> f32 {
-        self.decays[self.len() - 1]
+    /// Decays a state, `[dim, width]`, over the chunk.
+    fn decay(&self, state: &mut [f32], dim: usize) {
+        match self.task.key.channel_decay(self.rows.end, dim) {
+            None => scale(state, self.decays[self.len() - 1]),
+            Some(end) => channels::decay_state(state, end, state.len() / dim),
+        }
     }
 
     fn forward<T: Float>(&self, problem: &Problem<'_, T>, block: &mut Block<'_>, [a, b]: [&mut [f32]; 2]) {
@@ -154,7 +159,7 @@ impl ChunkTask<'_, '_> {
         let range = self.rows.start * width..self.rows.end * width;
         let (errors, updates) = (&mut block.errors[range.clone()], &mut block.updates[range]);
         let (values, stride) = self.values(problem, &block.columns);
-        let k = self.matrix(self.task.key.k, dim);
+        let [_, k, stored] = self.task.key.rows_of_state().map(|rows| self.matrix(rows, dim));
         match self.chunk.state {
             None => block.state.fill(0.0),
             Some(slot) => block.states[slot * dim * width..][..dim * width].copy_from_slice(block.state),
@@ -178,9 +183,9 @@ impl ChunkTask<'_, '_> {
         }
         if self.chunk.dstate.is_some() {
             scale_rows(updates, &self.decays_to_end, b, width);
-            scale(block.state, self.decay_of_chunk());
+            self.decay(block.state, dim);
             let state = MatMut::new(block.state, dim, width, width);
-            multiply_f32(state, Store::Add, 1.0, k.t(), Mat::new(b, len, width, width));
+            multiply_f32(state, Store::Add, 1.0, stored.t(), Mat::new(b, len, width, width));
         }
     }
 
@@ -195,13 +200,13 @@ impl ChunkTask<'_, '_> {
         let (len, width) = (self.len(), block.columns.len());
         let dim = block.state.len() / width;
         let gradients = &mut block.gradients[self.rows.start * width..self.rows.end * width];
-        let (q, k) = (self.matrix(self.task.key.q, dim), self.matrix(self.task.key.k, dim));
+        let [q, k, stored] = self.task.key.rows_of_state().map(|rows| self.matrix(rows, dim));
         match self.chunk.dstate {
             None => block.dstate.fill(0.0),
             Some(slot) => {
                 block.dstates[slot * dim * width..][..dim * width].copy_from_slice(block.dstate);
                 let dstate = Mat::new(block.dstate, dim, width, width);
-                multiply_f32(MatMut::new(a, len, width, width), Store::Overwrite, 1.0, k, dstate);
+                multiply_f32(MatMut::new(a, len, width, width), Store::Overwrite, 1.0, stored, dstate);
                 add_scaled_rows(gradients, a, &self.decays_to_end, width);
             }
         }
@@ -212,7 +217,7 @@ impl ChunkTask<'_, '_> {
             gradients.copy_from_slice(&a[..len * width]);
         }
         if self.chunk.state.is_some() {
-            scale(block.dstate, self.decay_of_chunk());
+            self.decay(block.dstate, dim);
             let dout = self.matrix(self.task.dout, sizes.value_dim).columns(block.columns.clone());
             let (dout, _, [stride, _]) = dout.parts();
             f32::widen_rows(dout, stride, a, width, [len, width]);

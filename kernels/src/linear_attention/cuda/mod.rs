@@ -52,7 +52,11 @@ impl Memory {
         Self {
             keys: batch * key_heads * rows * key_row(sizes),
             values: batch * value_heads * (rows * value_row(sizes) + states),
-            key_gradients: in_backward * batch * key_heads * 3 * rows * key_dim,
+            key_gradients: in_backward
+                * batch
+                * key_heads
+                * rows
+                * (3 * key_dim + sizes.of_channels(2 * key_dim)),
             gradients: in_backward * batch * value_heads * (2 * rows * value_dim + states),
         }
     }
@@ -60,7 +64,7 @@ impl Memory {
 
 /// Elements of `KeyRows` of the kernels, per token.
 fn key_row(sizes: &Sizes) -> usize {
-    2 * sizes.key_dim + CHUNK + sizes.of_delta(2 + CHUNK)
+    2 * sizes.key_dim + CHUNK + sizes.of_delta(2 + CHUNK) + sizes.of_channels(4 * sizes.key_dim)
 }
 
 /// Elements of `ValueRows`, per token.
@@ -71,7 +75,11 @@ fn value_row(sizes: &Sizes) -> usize {
 /// A kernel that exists for each rule.
 macro_rules! of_rule {
     ($sizes:expr, $name:literal) => {
-        if $sizes.is_delta { concat!($name, "_delta") } else { concat!($name, "_sum") }
+        match $sizes.is_delta {
+            true if $sizes.has_channel_decays => concat!($name, "_channel_delta"),
+            true => concat!($name, "_delta"),
+            false => concat!($name, "_sum"),
+        }
     };
 }
 
@@ -191,7 +199,7 @@ impl Again {
         let [key_heads, value_heads] = [sizes.key_heads, sizes.value_heads].map(|heads| heads as usize);
         // SAFETY: the tensors of each kernel. The plan's tokens, heads and slots are within the tensors.
         unsafe {
-            run.launch(&self.keys, run.of_chunks(step, key_heads), &[keys, q, k, chunks])?;
+            run.launch(&self.keys, run.of_chunks(step, key_heads), &[keys, q, k, g, chunks])?;
             let tensors = [values, keys, g, beta, table, chunks];
             run.launch(&self.values, run.of_chunks(step, value_heads), &tensors)?;
             let tensors = [values, saved, restored, keys, v, table, chunks, segments];
