@@ -82,6 +82,13 @@ pub(super) fn check_linear_attention(origin: &str, linear: &LinearAttentionConfi
             "linear_value_head_dim",
             "linear_conv_kernel_dim",
         ],
+        LinearAttentionKind::KimiDelta => [
+            "linear_num_heads",
+            "linear_num_heads",
+            "linear_head_dim",
+            "linear_head_dim",
+            "linear_conv_kernel_dim",
+        ],
         LinearAttentionKind::Mamba2(_) => {
             ["mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"]
         }
@@ -107,7 +114,16 @@ pub(super) fn check_linear_attention(origin: &str, linear: &LinearAttentionConfi
             let refused = || refused(origin, "time_step_limit", format!("[{least}, {most}]"), expected);
             if least <= most { Ok(()) } else { Err(refused()) }
         }
-        LinearAttentionKind::GatedDeltaNet => Ok(()),
+        LinearAttentionKind::KimiDelta if num_key_heads != num_value_heads => {
+            let expected =
+                format!("queries, keys and values have equally many: it must be {num_value_heads}");
+            Err(refused(origin, keys, num_key_heads.to_string(), expected))
+        }
+        LinearAttentionKind::KimiDelta if key_head_dim != value_head_dim => {
+            let expected = format!("keys and values are of the same size: it must be {value_head_dim}");
+            Err(refused(origin, key_dim, key_head_dim.to_string(), expected))
+        }
+        LinearAttentionKind::GatedDeltaNet | LinearAttentionKind::KimiDelta => Ok(()),
     }
 }
 

@@ -3,12 +3,14 @@
 use super::{FAMILIES, KnownModel, ModelConfig, ModelError, PRESETS, preset};
 
 /// Published models that this version does not support: the beginning of the name, and the reason.
-const UNSUPPORTED: [(&str, &str); 12] = [
+const UNSUPPORTED: [(&str, &str); 14] = [
     ("gpt-oss", "it has a mixture of experts"),
     ("mixtral", "it has a mixture of experts"),
     ("llama-4", "it has a mixture of experts"),
     ("qwen3-30b-a3b", "it has a mixture of experts"),
     ("qwen3-235b-a22b", "it has a mixture of experts"),
+    ("qwen3-next", "it has a mixture of experts"),
+    ("kimi-linear", "it has a mixture of experts"),
     ("deepseek-v", "it has a mixture of experts"),
     ("deepseek-r1", "it has a mixture of experts"),
     ("gemma-3n", "it has embeddings per layer"),
@@ -95,6 +97,8 @@ mod tests {
         for (name, reason) in [
             ("google/gemma-3n-e2b-it", "embeddings per layer"),
             ("microsoft/Phi-3.5-MoE-instruct", "mixture of experts"),
+            ("Qwen/Qwen3-Next-80B-A3B-Instruct", "mixture of experts"),
+            ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "mixture of experts"),
         ] {
             let message = shape(name).unwrap_err().to_string();
             assert!(message.contains(reason), "{message}");

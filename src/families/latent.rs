@@ -11,7 +11,7 @@ const MSCALE: &str = "mscale_all_dim";
 /// The attention of a layer.
 pub(super) fn read(
     file: &HfConfig<'_>,
-    rope: Rope,
+    rope: Option<Rope>,
     value_head_dim: usize,
 ) -> Result<AttentionConfig, ModelError> {
     file.check_biases()?;
@@ -34,10 +34,11 @@ pub(super) fn read(
     }
     let q_rank = file.optional_size("q_lora_rank")?;
     let mscale_all_dim = file.scaling_number(MSCALE)?.unwrap_or(0.0);
-    let scale = scale(file, rope.scaling, (head_dim, mscale_all_dim))?;
+    let scaling = rope.map_or(Scaling::None, |rope| rope.scaling);
+    let scale = scale(file, scaling, (head_dim, mscale_all_dim))?;
     let mscale_all_dim = if scale.is_some() { mscale_all_dim } else { 0.0 };
     let latent = Some(LatentConfig { q_rank, kv_rank, rope_head_dim, value_head_dim, mscale_all_dim });
-    Ok(AttentionConfig { head_dim, rope: Some(rope), scale, latent, ..heads })
+    Ok(AttentionConfig { head_dim, rope, scale, latent, ..heads })
 }
 
 /// The factor on the logits, if the rotary embedding changes it.

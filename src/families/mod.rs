@@ -26,6 +26,7 @@ mod gemma;
 mod glm;
 mod gpt;
 mod granite;
+mod kimi;
 mod lfm2;
 mod llama;
 mod minicpm3;
@@ -40,7 +41,7 @@ mod stablelm;
 mod youtu;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 38] = [
+pub static FAMILIES: [&Family; 40] = [
     &llama::LLAMA,
     &llama::LLAMA4,
     &mistral::MISTRAL,
@@ -49,6 +50,7 @@ pub static FAMILIES: [&Family; 38] = [
     &qwen::QWEN2,
     &qwen::QWEN3,
     &qwen::QWEN3_5,
+    &qwen::QWEN3_NEXT,
     &gemma::GEMMA,
     &gemma::GEMMA2,
     &gemma::GEMMA3,
@@ -79,6 +81,7 @@ pub static FAMILIES: [&Family; 38] = [
     &deepseek::DEEPSEEK_V3,
     &youtu::YOUTU,
     &minicpm3::MINICPM3,
+    &kimi::KIMI_LINEAR,
 ];
 
 pub use config::{Family, KnownModel, ModelConfig, ModelNames, Multipliers, Sizes};

@@ -7,6 +7,7 @@ mod latent;
 mod lfm2;
 mod llama4;
 mod nemotron;
+mod qwen3_next;
 mod rope;
 
 use super::*;
@@ -72,6 +73,7 @@ fn descriptions() -> Vec<ModelConfig> {
         kind: LinearAttentionKind::GatedDeltaNet,
     };
     qwen.layers[0] = MixerConfig::LinearAttention(linear);
+    let qwen_next = ModelConfig { family: family("qwen3_next").unwrap(), ..qwen.clone() };
     let lfm = of_family("lfm2").with_num_layers(3);
     let conv = ShortConvConfig { channels: lfm.hidden_size, taps: 4, bias: true };
     let lfm = lfm.with_mixer([true, false, true], conv);
@@ -96,7 +98,10 @@ fn descriptions() -> Vec<ModelConfig> {
     let starcoder = ModelConfig { mlp_bias: false, ..starcoder };
     let others =
         [cohere, partly_rotated, granite, capped, gemma, gemma4, exaone, glm, glm_with_biases, phi, qwen];
-    let others = others.into_iter().chain([phi1, gptj, neox, ernie, nemotron, starcoder, lfm]).chain(hybrids);
+    let others = others
+        .into_iter()
+        .chain([qwen_next, phi1, gptj, neox, ernie, nemotron, starcoder, lfm])
+        .chain(hybrids);
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }

@@ -1,5 +1,6 @@
 //! The place of a module in the residual stream.
 
+use super::linear::LinearRows;
 use super::{
     BackwardPass, ForwardPass, LayerError, Linear, Norm, NormConfig, ParameterList, token_dims, token_rows,
 };
@@ -134,11 +135,12 @@ impl Branch {
         pass: &ForwardPass<'_>,
     ) -> Result<(), LayerError> {
         let rstd = pass.workspace().alloc_f32(token_dims(x))?;
+        let weights = weights(outputs, pass)?;
         for tile in pass.ctx.token_tiles() {
             let x = token_rows(x, &tile)?;
             let normed = self.enter(&x, &token_rows(&rstd, &tile)?, pass)?;
-            for (linear, y) in outputs {
-                linear.forward(&normed, &token_rows(y, &tile)?, false, pass)?;
+            for (weights, (_, y)) in weights.iter().zip(outputs) {
+                weights.forward(&normed, &token_rows(y, &tile)?, false, pass.workspace())?;
             }
             recycle_unless(normed, &x, pass);
         }
@@ -161,6 +163,7 @@ impl Branch {
         let forward = &pass.forward;
         let rstd = forward.workspace().alloc_f32(token_dims(x))?;
         let dnormed = forward.workspace().alloc(x.dims())?;
+        let weights = weights(doutputs, forward)?;
         for tile in forward.ctx.token_tiles() {
             let x = token_rows(x, &tile)?;
             let normed = self.enter(&x, &token_rows(&rstd, &tile)?, forward)?;
@@ -168,7 +171,7 @@ impl Branch {
             for (index, (linear, dy)) in doutputs.iter().enumerate() {
                 let dy = token_rows(dy, &tile)?;
                 linear.backward_weight(&dy, &normed, pass)?;
-                linear.backward_input(&dy, &dx, index > 0, forward)?;
+                weights[index].backward_input(&dy, &dx, index > 0)?;
             }
             recycle_unless(normed, &x, forward);
         }
@@ -245,6 +248,11 @@ impl Branch {
             false => Ok(elementwise::scale(output, self.multiplier as f32)?),
         }
     }
+}
+
+/// The weights of layers, read once for all tiles: those that are interleaved in a parameter are copied.
+fn weights(layers: &[(&Linear, &Tensor)], pass: &ForwardPass<'_>) -> Result<Vec<LinearRows>, LayerError> {
+    layers.iter().map(|(linear, _)| linear.rows(&(0..linear.num_outputs()), pass)).collect()
 }
 
 /// Recycles a tensor, unless it is `other`.

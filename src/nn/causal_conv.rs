@@ -7,7 +7,7 @@ use ulysses_kernels::Documents;
 use ulysses_kernels::causal_conv::{self, Filter};
 
 /// `y[t, c] = act(bias[c] + Σⱼ weight[c, j] · x[t − (taps − 1) + j, c])`, within documents.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct CausalConv {
     /// `[channels, 1, taps]`
     weight: Parameter,
@@ -33,6 +33,11 @@ impl CausalConv {
     /// Adds the parameter `name.bias`, which is 0 at first.
     pub(super) fn add_bias(&mut self, parameters: &mut ParameterList, name: &str, channels: usize) {
         self.bias = Some(parameters.add(&format!("{name}.bias"), [channels], Init::Zeros));
+    }
+
+    /// Whether both are parts of one.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        self.weight == other.weight
     }
 
     /// Keeps the channels of one rank of tp. `channels`: those of every rank, ascending.

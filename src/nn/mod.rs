@@ -33,6 +33,7 @@ mod linear_attention;
 mod mlp;
 mod norm;
 mod parameters;
+mod projection;
 mod shard;
 mod short_conv;
 mod sum_node;
@@ -64,7 +65,8 @@ pub use learned_positions::LearnedPositions;
 pub use linear::{GroupNames, Linear, WeightLayout, WeightSpec};
 pub(crate) use linear::{add_bias, add_bias_gradient};
 pub use linear_attention::{
-    LinearAttention, LinearAttentionConfig, LinearAttentionKind, LinearAttentionSaved, Mamba2Config,
+    DeltaNetProjections, LinearAttention, LinearAttentionConfig, LinearAttentionKind, LinearAttentionSaved,
+    Mamba2Config,
 };
 pub use mlp::{Mlp, MlpProjections, MlpSaved};
 pub use norm::{Norm, NormConfig};

@@ -6,9 +6,9 @@ pub use checkpoint::MixerKept;
 
 use super::{
     AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch,
-    ForwardPass, GroupedHeads, LatentAttention, LatentAttentionSaved, LayerError, LinearAttention,
-    LinearAttentionConfig, LinearAttentionSaved, Mlp, MlpProjections, MlpSaved, NormConfig, ParameterList,
-    Saves, SelfAttention, ShortConv, ShortConvConfig, ShortConvSaved, TensorRank, WeightSpec,
+    DeltaNetProjections, ForwardPass, GroupedHeads, LatentAttention, LatentAttentionSaved, LayerError,
+    LinearAttention, LinearAttentionConfig, LinearAttentionSaved, Mlp, MlpProjections, MlpSaved, NormConfig,
+    ParameterList, Saves, SelfAttention, ShortConv, ShortConvConfig, ShortConvSaved, TensorRank, WeightSpec,
 };
 use candle_core::Tensor;
 use ulysses_kernels::glu::Activation;
@@ -118,6 +118,8 @@ pub struct MixerParts {
     pub attention: AttentionProjections,
     /// The name of a Mamba 2, before those of its parameters.
     pub mamba: &'static str,
+    /// The projections of a Gated DeltaNet.
+    pub delta_net: DeltaNetProjections,
     /// The projections of an MLP in the mixer's place.
     pub mlp: MlpProjections,
     /// Its activation.
@@ -157,7 +159,7 @@ impl TokenMixer {
     /// Adds the projections, as [`SelfAttention::new`], [`LatentAttention::new`], [`LinearAttention::new`], [`ShortConv::new`] or [`Mlp::new`].
     pub fn new(
         parameters: &mut ParameterList,
-        MixerParts { attention, mamba, mlp, activation }: MixerParts,
+        parts @ MixerParts { attention, mlp, activation, .. }: MixerParts,
         [hidden, intermediate]: [usize; 2],
         (config, norm): (MixerConfig, NormConfig),
         weights: [WeightSpec; 2],
@@ -172,7 +174,7 @@ impl TokenMixer {
                 Self::Attention(SelfAttention::new(parameters, attention, hidden, shape, weights))
             }
             MixerConfig::LinearAttention(shape) => {
-                let linear = LinearAttention::new(parameters, mamba, hidden, shape, norm.eps, inits);
+                let linear = LinearAttention::new(parameters, parts, hidden, shape, norm.eps, inits);
                 Self::LinearAttention(linear)
             }
             MixerConfig::ShortConv(shape) => {

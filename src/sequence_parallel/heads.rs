@@ -99,7 +99,7 @@ impl HeadExchange for UlyssesHeads {
 
 impl ExchangeVolume {
     /// The volume of the linear attention of rank i of an sp group, with S tokens, Hk key heads and Hv value heads per rank, batch b,
-    /// head dimensions Dk and Dv, and n projections for rate and decay, 2 or in Mamba 2 1:
+    /// head dimensions Dk and Dv, and n projections for rate and decay, 2, in Mamba 2 1, with decays per channel 1 + Dk:
     ///
     /// - forward `b·Σ_{j≠i} [S_i(2·Hk_j·Dk + Hv_j(Dv + n)) + S_j·Hv_i·Dv]`
     /// - backward `b·Σ_{j≠i} [S_i·Hv_j·Dv + S_j(2·Hk_i·Dk + Hv_i(Dv + n))]`
@@ -111,7 +111,7 @@ impl ExchangeVolume {
     ) -> Self {
         let (keys, values) = ranges(shape.heads(), sharding.sp_size());
         let out = |rank: usize| values[rank].len() * shape.value_head_dim;
-        let projections = shape.exchanged().len() - 3;
+        let projections = shape.exchanged().len() - 4 + shape.decays_per_head();
         let mixed = |rank: usize| {
             let of_values = values[rank].len() * (shape.value_head_dim + projections);
             2 * keys[rank].len() * shape.key_head_dim + of_values

@@ -15,7 +15,7 @@ use ulysses::memory::live_bytes;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, ModelConfig, RandomWeights, family, preset};
 use ulysses::nn::{
-    Init, LatentConfig, LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MixerConfig,
+    Init, LatentConfig, LinearAttentionConfig, LinearAttentionKind, Mamba2Config, MixerConfig, QkNorm,
 };
 
 const SEQ_LEN: usize = 24;
@@ -98,6 +98,23 @@ fn hybrid() -> ModelConfig {
     model
         .with_mixer([true, false, false, false], mamba)
         .with_mixer([false, true, false, true], MixerConfig::Mlp)
+}
+
+/// Linear attention with projections by key head, and attention with a gate.
+fn by_key_head() -> ModelConfig {
+    let linear = LinearAttentionConfig {
+        num_key_heads: 2,
+        num_value_heads: 6,
+        key_head_dim: 6,
+        value_head_dim: 10,
+        conv_width: 4,
+        kind: LinearAttentionKind::GatedDeltaNet,
+    };
+    let nano = preset("nano").unwrap().with_attention(|layer| {
+        (layer.output_gate, layer.qk_norm) = (true, Some(QkNorm::Head));
+    });
+    let model = ModelConfig { family: family("qwen3_next").unwrap(), norm_offset: 1.0, ..nano };
+    model.with_mixer([true, false], linear)
 }
 
 /// Latent attention.
@@ -186,7 +203,7 @@ fn packed_and_unpacked_steps_have_the_same_loss_and_gradient() {
         outcomes.unwrap()[0]
     };
     let packed = rows(documents(), Packing::Greedy);
-    for model in [preset("nano").unwrap(), hybrid(), latent()] {
+    for model in [preset("nano").unwrap(), hybrid(), by_key_head(), latent()] {
         let (loss, norm) = step(&model, &unpacked(), (1, 1));
         for mesh in MESHES {
             for rows in [&packed, &unpacked()] {

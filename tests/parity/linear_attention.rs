@@ -1,5 +1,5 @@
-//! Hybrid models of linear attention (Gated DeltaNet) and attention with a gate, against the independent f64 reference: state and
-//! convolution see whole documents on every mesh, and nothing else.
+//! Hybrid models of linear attention (Gated DeltaNet) and attention with a gate, or of Kimi Delta Attention and latent attention, against
+//! the independent f64 reference: state and convolution see whole documents on every mesh, and nothing else.
 
 use crate::support::compare::rms_error;
 use crate::support::features::check_features;
@@ -12,9 +12,28 @@ use serde_json::{Value, json};
 const HYBRID: ReferenceConfig =
     ReferenceConfig { family: Family::Qwen35, num_layers: 3, partial_rotary_factor: 0.5, ..CONFIG };
 
+/// Two layers with linear attention of four heads, one with latent attention without positions. Of heads that are close to 0, a smaller
+/// epsilon would multiply the rounding.
+pub(super) const KIMI: ReferenceConfig = ReferenceConfig {
+    family: Family::KimiLinear,
+    num_layers: 3,
+    num_kv_heads: 8,
+    head_dim: 10,
+    rms_norm_eps: 1e-2,
+    ..CONFIG
+};
+
+/// As [`HYBRID`], with projections by key head, of which there are three.
+pub(super) const NEXT: ReferenceConfig =
+    ReferenceConfig { family: Family::Qwen3Next, rms_norm_eps: 1e-2, ..HYBRID };
+
 /// Packed documents, some shorter than the convolution, on uneven shards; with sp 5 or 6 a rank has no head of linear attention.
 fn hybrid(extra: Value) -> Problem {
-    Problem { rule: Rule::AdamW(ADAMW), extra, ..problem(HYBRID, packed_batch()) }
+    hybrid_of(HYBRID, extra)
+}
+
+fn hybrid_of(config: ReferenceConfig, extra: Value) -> Problem {
+    Problem { rule: Rule::AdamW(ADAMW), extra, ..problem(config, packed_batch()) }
 }
 
 fn layouts() -> impl Iterator<Item = Layout> {
@@ -62,14 +81,37 @@ fn linear_attention_is_the_same_on_every_mesh_with_and_without_features() {
     check_features(&features.map(|ulysses| hybrid(json!({ "ulysses": ulysses }))), layouts());
 }
 
+/// Ranks of tp divide the parameters by key head or, if there are four ranks, use some of their rows.
+#[test]
+fn projections_by_key_head_are_the_same_on_every_mesh() {
+    let features = [json!({}), json!({ "activation_checkpointing": true, "tile_tokens": 5 })];
+    // AdamW's first steps follow the signs of gradients, also of some that are rounding with these weights.
+    let problems = features.map(|ulysses| {
+        let problem = hybrid_of(NEXT, json!({ "ulysses": ulysses }));
+        Problem { rule: Rule::Sgd { lr: 0.1 }, clip: Some(0.25), ..problem }
+    });
+    check_features(&problems, layouts());
+}
+
+#[test]
+fn decays_per_channel_are_the_same_on_every_mesh_with_and_without_features() {
+    let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
+    let features = [json!({}), recompute(false), recompute(true), json!({ "tile_tokens": 5 })];
+    let problems = features.map(|ulysses| hybrid_of(KIMI, json!({ "ulysses": ulysses })));
+    check_features(&problems, layouts());
+}
+
 #[test]
 fn the_gradients_of_linear_attention_have_the_scale_of_one_rank_with_sgd_and_clipping() {
-    let sgd = Problem { rule: Rule::Sgd { lr: 0.1 }, clip: Some(0.25), ..hybrid(json!({})) };
-    let expected = sgd.reference().unwrap();
-    for layout in
-        [layout(1, 1, 0), layout(2, 3, 3), layout(1, 5, 2), Layout { ring: 2, tp: 2, ..layout(1, 2, 2) }]
-    {
-        assert_matches(&sgd.run(layout).unwrap(), &expected, 5e-5, &format!("{layout:?}"));
+    for config in [HYBRID, KIMI] {
+        let sgd =
+            Problem { rule: Rule::Sgd { lr: 0.1 }, clip: Some(0.25), ..hybrid_of(config.clone(), json!({})) };
+        let expected = sgd.reference().unwrap();
+        let divided = Layout { ring: 2, tp: 2, ..layout(1, 2, 2) };
+        for layout in [layout(1, 1, 0), layout(2, 3, 3), layout(1, 5, 2), divided] {
+            let context = format!("{:?}, {layout:?}", config.family);
+            assert_matches(&sgd.run(layout).unwrap(), &expected, 5e-5, &context);
+        }
     }
 }
 

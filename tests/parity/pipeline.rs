@@ -1,5 +1,6 @@
 //! Pipeline parallelism never changes the math: layouts with stages against the independent f64 reference.
 
+use super::linear_attention::{KIMI, NEXT};
 use crate::support::compare::{assert_all_close, assert_scalar_close};
 use crate::support::doubles::{Fault, FaultyGroup, FaultyPipeline, OneStream, PipelineFault};
 use crate::support::mesh_run::{
@@ -124,7 +125,7 @@ fn gradients_of_weights_may_have_a_pass_of_their_own() {
     let of = |family, ulysses| {
         let tie_word_embeddings = matches!(family, Family::Gemma3 | Family::Gpt2 | Family::Lfm2);
         let sliding_window = (family == Family::Gemma3).then_some(5);
-        let partial_rotary_factor = if family == Family::Qwen35 { 0.5 } else { CONFIG.partial_rotary_factor };
+        let partial_rotary_factor = if family.has_delta_net() { 0.5 } else { CONFIG.partial_rotary_factor };
         let (num_heads, num_kv_heads) = match family {
             Family::Gpt2 | Family::GptNeoX => (6, 6),
             _ => (CONFIG.num_heads, CONFIG.num_kv_heads),
@@ -139,6 +140,11 @@ fn gradients_of_weights_may_have_a_pass_of_their_own() {
             num_kv_heads,
             ..CONFIG
         };
+        let config = match family {
+            Family::KimiLinear => KIMI,
+            Family::Qwen3Next => NEXT,
+            _ => config,
+        };
         Problem { clip: Some(0.25), extra: zero_bubble(ulysses), ..problem(config, packed_batch()) }
     };
     let problems = [
@@ -147,6 +153,8 @@ fn gradients_of_weights_may_have_a_pass_of_their_own() {
         of(Family::Gpt2, json!({ "tile_tokens": 3 })),
         of(Family::GptNeoX, json!({ "activation_checkpointing": true })),
         of(Family::Qwen35, json!({})),
+        of(Family::KimiLinear, json!({ "tile_tokens": 5 })),
+        of(Family::Qwen3Next, json!({ "tile_tokens": 5 })),
         of(Family::Lfm2, json!({ "activation_checkpointing": true })),
         of(Family::NemotronH, json!({ "activation_checkpointing": true, "tile_tokens": 5 })),
     ];

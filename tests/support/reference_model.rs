@@ -2,7 +2,7 @@
 
 use super::reference::families::{GRANITE, LLAMA4_GROWTH, LOGIT_SCALE, NUM_POSITIONS, QUERY_GROWTH};
 use super::reference::{Family, ReferenceConfig, RopeScaling};
-use super::reference::{latent_attention, linear_attention, mamba2, short_conv};
+use super::reference::{kimi_delta, latent_attention, linear_attention, mamba2, short_conv};
 use ulysses::kernels::rope::{Rope, Scaling};
 use ulysses::model::{ModelConfig, Multipliers, family};
 use ulysses::nn::{
@@ -11,13 +11,26 @@ use ulysses::nn::{
 };
 
 /// The linear attention of the reference.
-const LINEAR_ATTENTION: LinearAttentionConfig = LinearAttentionConfig {
-    num_key_heads: linear_attention::HEADS[0],
-    num_value_heads: linear_attention::HEADS[1],
-    key_head_dim: linear_attention::HEAD_DIMS[0],
-    value_head_dim: linear_attention::HEAD_DIMS[1],
-    conv_width: linear_attention::CONV_WIDTH,
-    kind: LinearAttentionKind::GatedDeltaNet,
+fn linear_config(family: Family) -> LinearAttentionConfig {
+    let [num_key_heads, num_value_heads] = linear_attention::heads(family);
+    LinearAttentionConfig {
+        num_key_heads,
+        num_value_heads,
+        key_head_dim: linear_attention::HEAD_DIMS[0],
+        value_head_dim: linear_attention::HEAD_DIMS[1],
+        conv_width: linear_attention::CONV_WIDTH,
+        kind: LinearAttentionKind::GatedDeltaNet,
+    }
+}
+
+/// The linear attention with decays per channel of the reference.
+const KIMI_DELTA: LinearAttentionConfig = LinearAttentionConfig {
+    num_key_heads: kimi_delta::HEADS,
+    num_value_heads: kimi_delta::HEADS,
+    key_head_dim: kimi_delta::HEAD_DIM,
+    value_head_dim: kimi_delta::HEAD_DIM,
+    conv_width: kimi_delta::CONV_WIDTH,
+    kind: LinearAttentionKind::KimiDelta,
 };
 
 /// The Mamba 2 of the reference.
@@ -78,6 +91,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Cohere, false, false, None) => "cohere",
         (Family::Cohere2, false, false, Some(_)) => "cohere2",
         (Family::Qwen35, false, false, None) => "qwen3_5_text",
+        (Family::Qwen3Next, false, false, None) => "qwen3_next",
         (Family::Ernie, _, false, None) => "ernie4_5",
         (Family::Gpt2, false, false, None) => "gpt2",
         (Family::GptNeoX, false, false, None) => "gpt_neox",
@@ -93,6 +107,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::DeepseekV3, false, false, None) => "deepseek_v3",
         (Family::Youtu, false, false, None) => "youtu",
         (Family::MiniCpm3, false, false, None) => "minicpm3",
+        (Family::KimiLinear, false, false, None) => "kimi_linear",
         other => panic!("no family has {other:?}"),
     };
     let has_scale = [Family::Gemma2, Family::Gemma3, Family::Gemma4, Family::Granite, Family::GraniteHybrid];
@@ -134,7 +149,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         softcap: attention_cap,
         qkv_bias: config.has_qkv_bias(),
         o_bias: config.all_biases(),
-        output_gate: config.family == Family::Qwen35,
+        output_gate: config.family.has_delta_net(),
         values_from_keys: config.is_global(layer),
         value_norm: config.family == Family::Gemma4,
         sinks: config.family == Family::GptOss,
@@ -144,7 +159,8 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         ShortConvConfig { channels: config.hidden_size, taps: short_conv::TAPS, bias: config.conv_bias() };
     let mixer = |index: usize| -> MixerConfig {
         match (config.is_linear(index), config.is_conv(index)) {
-            (true, _) => LINEAR_ATTENTION.into(),
+            (true, _) if config.family == Family::KimiLinear => KIMI_DELTA.into(),
+            (true, _) => linear_config(config.family).into(),
             (_, true) => conv.into(),
             _ if config.is_mamba(index) => mamba_config(config).into(),
             _ if !config.has_attention(index) => MixerConfig::Mlp,

@@ -11,9 +11,9 @@ pub use single_branch::SingleBranchLayer;
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionProjections, BackwardPass, Branch, BranchNorms, ForwardPass, Init, Layer, LayerError,
-    MixerConfig, MixerKept, MixerParts, Mlp, MlpProjections, Parameter, ParameterList, TensorRank,
-    TokenMixer, WeightLayout, WeightSpec, recycle_unless,
+    AttentionProjections, BackwardPass, Branch, BranchNorms, DeltaNetProjections, ForwardPass, Init, Layer,
+    LayerError, MixerConfig, MixerKept, MixerParts, Mlp, MlpProjections, Parameter, ParameterList,
+    TensorRank, TokenMixer, WeightLayout, WeightSpec, recycle_unless,
 };
 use block::{Block, BlockOutputs, SavedBlock, foreign};
 use candle_core::Tensor;
@@ -53,6 +53,8 @@ pub struct DecoderParts {
     pub attention: AttentionProjections,
     /// The name of a Mamba 2.
     pub mamba: &'static str,
+    /// The projections of a Gated DeltaNet.
+    pub delta_net: DeltaNetProjections,
     /// The projections of the MLP.
     pub mlp: MlpProjections,
     /// The dimensions of their weights.
@@ -70,6 +72,7 @@ impl DecoderParts {
         mlp_norms: BranchNorms { before: Some("post_attention_layernorm"), after: None },
         attention: AttentionProjections::LLAMA,
         mamba: "mamba",
+        delta_net: DeltaNetProjections::Each,
         mlp: MlpProjections::LLAMA,
         weights: WeightLayout::OutIn,
         activation: Activation::Silu,
@@ -105,9 +108,9 @@ impl DecoderParts {
         weights: [WeightSpec; 2],
         parameters: &mut ParameterList,
     ) -> TokenMixer {
-        let Self { attention, mamba, mlp, activation, .. } = self;
-        let (parts, mixer) =
-            (MixerParts { attention, mamba, mlp, activation }, (config.layers[index], config.norm()));
+        let Self { attention, mamba, delta_net, mlp, activation, .. } = self;
+        let parts = MixerParts { attention, mamba, delta_net, mlp, activation };
+        let mixer = (config.layers[index], config.norm());
         TokenMixer::new(parameters, parts, [config.hidden_size, config.intermediate_size], mixer, weights)
     }
 

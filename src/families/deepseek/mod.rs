@@ -61,7 +61,7 @@ const WITHOUT_EFFECT: [&str; 18] = [
 fn read(file: &HfConfig<'_>, family: &'static Family, rope: Rope) -> Result<ModelConfig, ModelError> {
     file.check_activation("hidden_act", "silu")?;
     file.accept(&WITHOUT_EFFECT);
-    let layer = latent::read(file, rope, file.size("v_head_dim")?)?;
+    let layer = latent::read(file, Some(rope), file.size("v_head_dim")?)?;
     let config = file.decoder(family, layer, 1e-6)?;
     let num_layers = config.num_layers();
     if !file.has(DENSE_LAYERS) {

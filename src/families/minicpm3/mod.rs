@@ -23,7 +23,8 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     file.check_activation("hidden_act", "silu")?;
     file.require_kv_heads()?;
     let of_hidden = file.size("hidden_size")? / file.size("num_attention_heads")?.max(1);
-    let layer = latent::read(file, file.rope()?, file.optional_size("v_head_dim")?.unwrap_or(of_hidden))?;
+    let layer =
+        latent::read(file, Some(file.rope()?), file.optional_size("v_head_dim")?.unwrap_or(of_hidden))?;
     let config = file.decoder(&MINICPM3, layer, 1e-5)?;
     let multipliers = multipliers(file, &config)?;
     Ok(file.tied_by_default(ModelConfig { multipliers, ..config }))

@@ -1,12 +1,14 @@
-//! Qwen 2, 3 and 3.5.
+//! Qwen 2, 3, 3.5 and Next.
 
 mod qwen2;
 mod qwen3;
 mod qwen3_5;
+mod qwen3_next;
 
 pub(super) use qwen2::QWEN2;
 pub(super) use qwen3::QWEN3;
 pub(super) use qwen3_5::QWEN3_5;
+pub(super) use qwen3_next::QWEN3_NEXT;
 
 use super::read::write_windows;
 use super::{HfConfig, ModelConfig, ModelError};

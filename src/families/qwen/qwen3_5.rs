@@ -35,8 +35,6 @@ const LINEAR_ATTENTION: LinearAttentionConfig = LinearAttentionConfig {
 };
 
 fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
-    file.check_block()?;
-    file.require_kv_heads()?;
     // Predictors of further tokens, which transformers does not load; the state of linear attention is always f32.
     file.accept(&["mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"]);
     if file.has("attn_output_gate") && !file.flag("attn_output_gate")? {
@@ -46,13 +44,20 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     if file.get("mlp_only_layers").is_some_and(|layers| *layers != json!([])) {
         return Err(file.error("mlp_only_layers", "this model_type has no experts: leave it out"));
     }
+    read_hybrid(file, &QWEN3_5)
+}
+
+/// A model of linear attention, and of attention with a gate.
+pub(super) fn read_hybrid(file: &HfConfig<'_>, family: &'static Family) -> Result<ModelConfig, ModelError> {
+    file.check_block()?;
+    file.require_kv_heads()?;
     let attention = AttentionConfig {
         rope: Some(file.partial_rope(10_000.0, ROTATING)?),
         qk_norm: Some(QkNorm::Head),
         output_gate: true,
         ..file.heads_with_head_dim(256)?
     };
-    let config = file.decoder(&QWEN3_5, attention, 1e-6)?;
+    let config = file.decoder(family, attention, 1e-6)?;
     let size = |key, default| Ok::<_, ModelError>(file.optional_size(key)?.unwrap_or(default));
     let linear = LinearAttentionConfig {
         num_key_heads: size("linear_num_key_heads", LINEAR_ATTENTION.num_key_heads)?,
@@ -81,7 +86,8 @@ fn with_linear_layers(
     ModelConfig { norm_offset: 1.0, ..config.with_mixer(is_linear, linear) }
 }
 
-fn write(config: &ModelConfig, json: &mut Value) {
+/// The inverse of [`read_hybrid`].
+pub(super) fn write(config: &ModelConfig, json: &mut Value) {
     write_layer_types(config, json, LINEAR);
     json["partial_rotary_factor"] = json!(config.rope().map(|rope| rope.partial_rotary_factor));
     let linear = config.linear_layers().next().unwrap_or(&LINEAR_ATTENTION);

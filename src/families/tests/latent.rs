@@ -47,7 +47,45 @@ pub(super) fn descriptions() -> Vec<ModelConfig> {
     }
     let mut minicpm = of_family("minicpm3").with_num_layers(3);
     minicpm.multipliers = Multipliers { embedding: 12.0, residual: 1.4 / 3f64.sqrt(), logits: 8.0 / 24.0 };
-    vec![direct, minicpm]
+    vec![direct, minicpm, kimi()]
+}
+
+/// Linear attention with decays per channel in the outer ones of three layers.
+fn kimi() -> ModelConfig {
+    let linear = LinearAttentionConfig {
+        num_key_heads: 5,
+        num_value_heads: 5,
+        key_head_dim: 6,
+        value_head_dim: 6,
+        conv_width: 3,
+        kind: LinearAttentionKind::KimiDelta,
+    };
+    of_family("kimi_linear").with_num_layers(3).with_mixer([true, false, true], linear)
+}
+
+#[test]
+fn kimi_linear_has_linear_attention_in_the_layers_that_its_file_says_and_no_experts() {
+    let mut json = kimi().to_hf_json();
+    json["num_hidden_layers"] = json!(6);
+    json["mlp_layer_types"] = json!(vec!["dense"; 6]);
+    json.as_object_mut().unwrap().shift_remove("layer_types");
+    let config = read(&json).unwrap();
+    let is_linear: Vec<_> = config.layers.iter().map(|layer| layer.linear_attention().is_some()).collect();
+    assert_eq!(is_linear, [true, true, true, true, false, true]);
+    for (key, value) in [
+        ("mlp_layer_types", json!(["dense", "sparse", "dense", "dense", "dense", "dense"])),
+        ("mlp_layer_types", json!(vec!["dense"; 5])),
+        ("mlp_layer_types", json!(null)),
+        ("layer_types", json!(vec!["sliding_attention"; 6])),
+        ("linear_num_heads", json!(0)),
+        ("linear_conv_kernel_dim", json!(9)),
+        ("num_key_value_heads", json!(1)),
+        ("attention_bias", json!(true)),
+    ] {
+        let mut json = json.clone();
+        json[key] = value;
+        assert_refused(&json, key);
+    }
 }
 
 #[test]

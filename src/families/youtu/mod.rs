@@ -24,7 +24,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     // Of initial values.
     file.accept(&["embedding_initializer_range"]);
     let rope = latent::interleaved(file, file.rope()?)?;
-    let layer = latent::read(file, rope, file.size("v_head_dim")?)?;
+    let layer = latent::read(file, Some(rope), file.size("v_head_dim")?)?;
     let mut config = file.decoder(&YOUTU, layer, 1e-6)?;
     if file.get("initializer_range").is_none() {
         config.initializer_range = 2.0 / (5.0 * config.hidden_size as f64).sqrt();

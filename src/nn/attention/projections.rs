@@ -42,7 +42,7 @@ impl AttentionProjections {
         match self.qkv {
             QkvNames::Each(names) => GroupNames::Each(names),
             QkvNames::One(name) => GroupNames::One(name),
-            QkvNames::OneByHead(name) => GroupNames::Interleaved(name, head_dim),
+            QkvNames::OneByHead(name) => GroupNames::Interleaved(name, [head_dim; 3]),
         }
     }
 }

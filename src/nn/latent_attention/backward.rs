@@ -1,9 +1,9 @@
 //! The backward pass of latent attention.
 
 use super::forward::Projected;
-use super::saved::Latents;
-use super::{LatentAttention, LatentAttentionSaved, QueryProjection};
+use super::{LatentAttention, LatentAttentionSaved};
 use crate::nn::attention::{ChunkState, shares_output};
+use crate::nn::projection;
 use crate::nn::{AttentionSaved, BackwardPass, Branch, LayerError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{self, QkvGradients, Upstream};
@@ -38,7 +38,7 @@ impl LatentAttention {
         saved: LatentAttentionSaved,
         dy: &Tensor,
         pass: &BackwardPass<'_>,
-    ) -> Result<(QkvGradients, Latents), LayerError> {
+    ) -> Result<(QkvGradients, Vec<Tensor>), LayerError> {
         let forward = &pass.forward;
         let (ws, layout, attention) = (forward.workspace(), self.layout(forward)?, forward.ctx.attention());
         let LatentAttentionSaved { attention: saved, latents } = saved;
@@ -76,27 +76,15 @@ impl LatentAttention {
         &self,
         branch: &Branch,
         x: &Tensor,
-        ((dq, dk, dv), latents): (QkvGradients, Latents),
+        ((dq, dk, dv), latents): (QkvGradients, Vec<Tensor>),
         dx: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         let forward = &pass.forward;
         let [djoint, dk_rope] = self.join([dk, dv], forward)?;
-        let dkv_latent = self.kv.backward(latents.kv, &djoint, pass)?;
-        forward.recycle([djoint]);
         self.rotate(&dk_rope, Direction::Backward, forward)?;
         self.rotate_queries(&dq, Direction::Backward, forward)?;
-        let dfirst = match (&self.q, latents.q) {
-            (QueryProjection::LowRank(low_rank), Some(latent)) => {
-                let dlatent = low_rank.backward(latent, &dq, pass)?;
-                forward.recycle([dq]);
-                dlatent
-            }
-            _ => dq,
-        };
-        let doutputs = [(self.q.first(), &dfirst), (&self.kv.down, &dkv_latent), (&self.k_rope, &dk_rope)];
-        branch.backward_project(x, &doutputs, dx, pass)?;
-        forward.recycle([dfirst, dkv_latent, dk_rope]);
-        Ok(())
+        let doutputs = vec![(&self.q, dq), (&self.kv, djoint), (&self.k_rope, dk_rope)];
+        projection::backward_project(branch, x, (doutputs, latents), dx, pass)
     }
 }

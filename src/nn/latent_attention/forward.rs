@@ -1,8 +1,8 @@
 //! The forward pass of latent attention.
 
-use super::saved::Latents;
-use super::{LatentAttention, LatentAttentionSaved, QueryProjection};
+use super::{LatentAttention, LatentAttentionSaved};
 use crate::nn::attention::ReturningChunk;
+use crate::nn::projection;
 use crate::nn::{Branch, ForwardPass, LayerError, Saves, token_dims};
 use candle_core::Tensor;
 use ulysses_kernels::rope::Direction;
@@ -12,7 +12,7 @@ pub(super) struct Projected {
     pub(super) q: Tensor,
     pub(super) k: Tensor,
     pub(super) v: Tensor,
-    pub(super) latents: Latents,
+    pub(super) latents: Vec<Tensor>,
 }
 
 impl LatentAttention {
@@ -39,7 +39,7 @@ impl LatentAttention {
         let mut latents = Some(latents);
         if saves == Saves::Checkpoint {
             returning.recycle_qkv(pass);
-            latents.take().into_iter().for_each(|latents| latents.recycle(pass));
+            pass.recycle(latents.take().into_iter().flatten());
         }
         let saved = LatentAttentionSaved { attention: returning.finish(pass)?, latents };
         self.add_output(&saved, &y, pass)?;
@@ -80,28 +80,14 @@ impl LatentAttention {
     ) -> Result<Projected, LayerError> {
         let (ws, (batch, tokens)) = (pass.workspace(), token_dims(x));
         let heads = |size: usize| ws.alloc((batch, tokens, self.shape.num_heads, size));
-        let latent = |rank: usize| ws.alloc((batch, tokens, rank));
-        let first = match self.latent.q_rank {
-            None => heads(self.shape.head_dim)?,
-            Some(rank) => latent(rank)?,
-        };
-        let kv_latent = latent(self.latent.kv_rank)?;
+        let q = heads(self.shape.head_dim)?;
+        let joint = heads(self.k_nope_dim() + self.latent.value_head_dim)?;
         let k_rope = ws.alloc((batch, tokens, 1, self.latent.rope_head_dim))?;
-        let outputs = [(self.q.first(), &first), (&self.kv.down, &kv_latent), (&self.k_rope, &k_rope)];
-        branch.project(x, &outputs, pass)?;
-        let (q, q_latent) = match &self.q {
-            QueryProjection::Direct(_) => (first, None),
-            QueryProjection::LowRank(low_rank) => {
-                let q = heads(self.shape.head_dim)?;
-                low_rank.forward(&first, &q, pass)?;
-                (q, Some(first))
-            }
-        };
+        let outputs = [(&self.q, &q), (&self.kv, &joint), (&self.k_rope, &k_rope)];
+        let latents = projection::project(branch, x, &outputs, pass)?;
         self.rotate_queries(&q, Direction::Forward, pass)?;
         self.rotate(&k_rope, Direction::Forward, pass)?;
-        let joint = heads(self.k_nope_dim() + self.latent.value_head_dim)?;
-        self.kv.forward(&kv_latent, &joint, pass)?;
         let [k, v] = self.split(joint, k_rope, pass)?;
-        Ok(Projected { q, k, v, latents: Latents { q: q_latent, kv: kv_latent } })
+        Ok(Projected { q, k, v, latents })
     }
 }

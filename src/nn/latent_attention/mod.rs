@@ -16,17 +16,16 @@
 mod backward;
 mod forward;
 mod heads;
-mod low_rank;
 mod saved;
 
 pub use saved::LatentAttentionSaved;
 
 use super::attention::scaled;
+use super::projection::Projection;
 use super::{
     AttentionConfig, AttentionExtent, ForwardPass, GroupNames, HeadDivision, LatentConfig, LayerError,
-    Linear, ParameterList, TensorRank, WeightSpec,
+    Linear, Norm, ParameterList, TensorRank, WeightSpec,
 };
-use low_rank::LowRank;
 use ulysses_kernels::attention::AttentionLayout;
 
 /// Latent attention, without the branch that it is in.
@@ -34,38 +33,16 @@ use ulysses_kernels::attention::AttentionLayout;
 pub struct LatentAttention {
     shape: AttentionConfig,
     latent: LatentConfig,
-    q: QueryProjection,
+    q: Projection,
     /// Keys and values of all heads: of each the part of the key without a position, then the value.
-    kv: LowRank,
+    kv: Projection,
     /// The rotary key of all heads.
-    k_rope: Linear,
+    k_rope: Projection,
     o: Linear,
 }
 
-/// The projection of the queries.
-#[derive(Debug)]
-enum QueryProjection {
-    Direct(Linear),
-    LowRank(LowRank),
-}
-
-impl QueryProjection {
-    /// The layer whose input is that of the module.
-    fn first(&self) -> &Linear {
-        match self {
-            Self::Direct(linear) => linear,
-            Self::LowRank(low_rank) => &low_rank.down,
-        }
-    }
-
-    /// The layer whose outputs are the heads.
-    fn last_mut(&mut self) -> &mut Linear {
-        match self {
-            Self::Direct(linear) => linear,
-            Self::LowRank(low_rank) => &mut low_rank.up,
-        }
-    }
-}
+/// Epsilon of the norms of latents, whatever that of the model's other norms is: as in DeepSeek's code and transformers.
+const EPS: f64 = 1e-6;
 
 impl LatentAttention {
     /// Adds the parameters under `self_attn`, by the names of DeepSeek.
@@ -79,18 +56,20 @@ impl LatentAttention {
         let LatentConfig { q_rank, kv_rank, rope_head_dim, value_head_dim, .. } = latent;
         let q_size = num_heads * head_dim;
         let q = match q_rank {
-            None => {
-                QueryProjection::Direct(Linear::new(parameters, "self_attn.q_proj", [q_size, hidden], weight))
-            }
+            None => Projection::Direct(Linear::new(parameters, "self_attn.q_proj", [q_size, hidden], weight)),
             Some(rank) => {
                 let down = Linear::new(parameters, "self_attn.q_a_proj", [rank, hidden], weight);
-                QueryProjection::LowRank(LowRank::new(parameters, "q", down, [q_size, rank], weight))
+                let norm = Norm::new(parameters, "self_attn.q_a_layernorm", rank, EPS.into());
+                Projection::of_low_rank(parameters, "self_attn.q_b_proj", (down, Some(norm)), q_size, weight)
             }
         };
         let name = GroupNames::One("self_attn.kv_a_proj_with_mqa");
         let [down, k_rope] = Linear::group(parameters, name, [kv_rank, rope_head_dim], hidden, weight);
         let kv_size = num_heads * (head_dim - rope_head_dim + value_head_dim);
-        let kv = LowRank::new(parameters, "kv", down, [kv_size, kv_rank], weight);
+        let norm = Norm::new(parameters, "self_attn.kv_a_layernorm", kv_rank, EPS.into());
+        let kv =
+            Projection::of_low_rank(parameters, "self_attn.kv_b_proj", (down, Some(norm)), kv_size, weight);
+        let k_rope = Projection::Direct(k_rope);
         let o = Linear::new(parameters, "self_attn.o_proj", [hidden, num_heads * value_head_dim], o);
         Self { shape, latent, q, kv, k_rope, o }
     }
@@ -106,7 +85,7 @@ impl LatentAttention {
             [shape.head_dim, self.k_nope_dim() + value_head_dim, value_head_dim]
                 .map(|size| scaled(&heads, size));
         Linear::divide_outputs(parameters, [self.q.last_mut()], [&queries], tp.rank);
-        Linear::divide_outputs(parameters, [&mut self.kv.up], [&keys_and_values], tp.rank);
+        Linear::divide_outputs(parameters, [self.kv.last_mut()], [&keys_and_values], tp.rank);
         self.o.divide_inputs(parameters, &values, tp.rank);
         self.shape = shape;
         Ok(())

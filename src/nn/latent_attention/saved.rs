@@ -8,21 +8,7 @@ use ulysses_kernels::tensor;
 pub struct LatentAttentionSaved {
     pub(super) attention: AttentionSaved,
     /// `None` in a checkpoint, from which they are recomputed.
-    pub(super) latents: Option<Latents>,
-}
-
-/// Latents before their norms, `[batch, seq_local, rank]`.
-pub(super) struct Latents {
-    /// That of the queries, unless these are projected directly.
-    pub(super) q: Option<Tensor>,
-    /// That of keys and values.
-    pub(super) kv: Tensor,
-}
-
-impl Latents {
-    pub(super) fn recycle(self, pass: &ForwardPass<'_>) {
-        pass.recycle(self.q.into_iter().chain([self.kv]));
-    }
+    pub(super) latents: Option<Vec<Tensor>>,
 }
 
 impl LatentAttentionSaved {
@@ -33,13 +19,12 @@ impl LatentAttentionSaved {
 
     /// The tensors of a checkpoint: attention output and lse. Recycles the others.
     pub fn into_checkpoint(self, pass: &ForwardPass<'_>) -> [Tensor; 2] {
-        self.latents.into_iter().for_each(|latents| latents.recycle(pass));
+        pass.recycle(self.latents.into_iter().flatten());
         self.attention.into_checkpoint(pass)
     }
 
     /// Bytes of the tensors.
     pub fn bytes(&self) -> usize {
-        let latents = self.latents.iter().flat_map(|latents| latents.q.iter().chain([&latents.kv]));
-        self.attention.bytes() + latents.map(tensor::bytes).sum::<usize>()
+        self.attention.bytes() + self.latents.iter().flatten().map(tensor::bytes).sum::<usize>()
     }
 }

@@ -7,7 +7,8 @@ use std::ops::Range;
 
 impl Linear {
     /// Keeps the outputs of one rank of tp of layers with the same input. `outputs`: for each layer those of every rank. Outputs
-    /// that several ranks compute keep their parameters whole, of which each rank then uses some rows.
+    /// that several ranks compute keep their parameters whole, of which each rank then uses some rows; so do interleaved layers if
+    /// ranks divide a run.
     pub(in crate::nn) fn divide_outputs<const N: usize>(
         parameters: &mut ParameterList,
         layers: [&mut Self; N],
@@ -41,7 +42,9 @@ impl Linear {
 /// [`Linear::divide_outputs`] of layers with one weight.
 fn divide_rows(parameters: &mut ParameterList, mut layers: Vec<(&mut Linear, &[Range<usize>])>, rank: usize) {
     layers.iter().for_each(|(layer, _)| parameters.set_style(layer.weight, ParallelStyle::Colwise));
-    if layers.iter().any(|(_, ranks)| are_shared(ranks)) {
+    let cuts_run =
+        |layer: &Linear, ranks: &[Range<usize>]| ranks.iter().any(|own| layer.outputs.cuts_run(own));
+    if layers.iter().any(|(layer, ranks)| are_shared(ranks) || cuts_run(layer, ranks)) {
         for (layer, outputs) in layers {
             layer.outputs = layer.outputs.part(&outputs[rank]);
             layer.bias = layer.bias.map(|bias| Bias { outputs: bias.outputs.part(&outputs[rank]), ..bias });

@@ -85,7 +85,7 @@ pub enum GroupNames<'a, const N: usize> {
     /// One for all: the outputs of one layer after the other.
     One(&'a str),
     /// One for all: so many outputs of each layer in turn.
-    Interleaved(&'a str, usize),
+    Interleaved(&'a str, [usize; N]),
 }
 
 impl Linear {
@@ -110,7 +110,7 @@ impl Linear {
         weight: impl Into<WeightSpec>,
     ) -> [Self; N] {
         let weight = weight.into();
-        let (name, run) = match names {
+        let (name, runs) = match names {
             GroupNames::Each(names) => {
                 let mut outs = outs.into_iter();
                 return names.map(|name| {
@@ -118,16 +118,17 @@ impl Linear {
                 });
             }
             GroupNames::One(name) => (name, None),
-            GroupNames::Interleaved(name, run) => (name, Some(run)),
+            GroupNames::Interleaved(name, runs) => (name, Some(runs)),
         };
         let all = Self::new(parameters, name, [outs.iter().sum(), input], weight);
-        let mut start = 0;
-        outs.map(|out| {
-            let outputs = match run {
+        let widths = runs.unwrap_or(outs);
+        let stride = widths.iter().sum();
+        std::array::from_fn(|layer| {
+            let (start, out) = (widths[..layer].iter().sum(), outs[layer]);
+            let outputs = match runs {
                 None => Outputs::adjacent(start..start + out),
-                Some(run) => Outputs::runs(start, out, [run, N * run]),
+                Some(runs) => Outputs::runs(start, out, [runs[layer], stride]),
             };
-            start += run.unwrap_or(out);
             Self { outputs, ..all.clone() }
         })
     }

@@ -44,6 +44,12 @@ impl Outputs {
         self.stride > self.run
     }
 
+    /// Whether one end of a range is within a run that has other layers around it.
+    pub(super) fn cuts_run(self, range: &Range<usize>) -> bool {
+        let run = self.run.max(1) as usize;
+        self.is_interleaved() && !(range.start.is_multiple_of(run) && range.end.is_multiple_of(run))
+    }
+
     /// Some of the outputs: whole runs, or any in one run.
     pub(super) fn part(self, range: &Range<usize>) -> Self {
         Self { start: self.place(range.start) as u32, len: range.len() as u32, ..self }

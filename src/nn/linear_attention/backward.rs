@@ -1,6 +1,7 @@
 //! The backward pass of linear attention.
 
 use super::{LinearAttention, LinearAttentionSaved};
+use crate::nn::projection::backward_project;
 use crate::nn::{BackwardPass, Branch, Gathered, LayerError, token_rows};
 use candle_core::Tensor;
 
@@ -22,7 +23,7 @@ impl LinearAttention {
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         let forward = &pass.forward;
-        let LinearAttentionSaved { heads, out, z } = saved;
+        let LinearAttentionSaved { heads, out, z, latents } = saved;
         let (dout, dz) = self.backward_output(out, z, dy, pass)?;
         let dmixed = match self.extended_tokens(forward)? {
             Some(extended) => self.backward_passed(heads, dout, &extended, pass)?,
@@ -33,11 +34,8 @@ impl LinearAttention {
                 self.exchange_mixed(dmixed, (Gathered::Heads, true), forward)?
             }
         };
-        let outputs: Vec<_> = self.mixed.iter().zip(dmixed.iter()).chain([(&self.z, &dz)]).collect();
-        branch.backward_project(x, &outputs, dx, pass)?;
-        forward.recycle(Vec::from(dmixed));
-        forward.recycle([dz]);
-        Ok(())
+        let doutputs = self.mixed.iter().zip(Vec::from(dmixed)).chain([(&self.z, dz)]).collect();
+        backward_project(branch, x, (doutputs, latents), dx, pass)
     }
 
     /// Backward of output projection, gate and norm. Returns the gradients of `out` and `z`, which are recycled.

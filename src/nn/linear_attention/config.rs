@@ -24,6 +24,8 @@ pub struct LinearAttentionConfig {
 pub enum LinearAttentionKind {
     /// Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
     GatedDeltaNet,
+    /// Kimi Delta Attention (arXiv 2510.26692): as many key heads as value heads, all of the same size.
+    KimiDelta,
     /// Mamba 2 (arXiv 2405.21060), as in Granite 4.
     Mamba2(Mamba2Config),
 }
@@ -60,9 +62,19 @@ impl LinearAttentionConfig {
     /// The Mamba 2, if it is that.
     pub fn mamba2(&self) -> Option<&Mamba2Config> {
         match &self.kind {
-            LinearAttentionKind::GatedDeltaNet => None,
+            LinearAttentionKind::GatedDeltaNet | LinearAttentionKind::KimiDelta => None,
             LinearAttentionKind::Mamba2(mamba) => Some(mamba),
         }
+    }
+
+    /// Decays of a head: one, or one per channel of its keys.
+    pub fn decays_per_head(&self) -> usize {
+        if self.has_channel_decays() { self.key_head_dim } else { 1 }
+    }
+
+    /// Whether each channel of a head's keys has its decay.
+    pub fn has_channel_decays(&self) -> bool {
+        self.kind == LinearAttentionKind::KimiDelta
     }
 
     /// The heads of the tensors that are exchanged before the state is computed: queries, keys, values, and each head's projections
@@ -70,7 +82,9 @@ impl LinearAttentionConfig {
     pub fn exchanged(&self) -> &'static [HeadKind] {
         use HeadKind::{Key, Value};
         match self.kind {
-            LinearAttentionKind::GatedDeltaNet => &[Key, Key, Value, Value, Value],
+            LinearAttentionKind::GatedDeltaNet | LinearAttentionKind::KimiDelta => {
+                &[Key, Key, Value, Value, Value]
+            }
             LinearAttentionKind::Mamba2(_) => &[Key, Key, Value, Value],
         }
     }

@@ -3,6 +3,7 @@
 use super::mixed::Mixed;
 use super::{LinearAttention, LinearAttentionConfig};
 use crate::nn::attention::scaled;
+use crate::nn::projection::Projection;
 use crate::nn::tensor_parallel::are_shared;
 use crate::nn::{HeadDivision, LayerError, Linear, ParameterList, TensorRank};
 use std::ops::Range;
@@ -26,7 +27,7 @@ impl LinearAttentionConfig {
 
 impl LinearAttention {
     /// Keeps the heads of one rank of tp; the output is then a partial sum. If ranks share key heads, the parameters of queries, keys and
-    /// values stay whole, and each rank uses some of their rows and channels.
+    /// values stay whole, and those that have the others by key head; each rank uses some of their rows and channels.
     ///
     /// # Errors
     /// Heads that cannot be divided over so many ranks.
@@ -34,47 +35,73 @@ impl LinearAttention {
         let (shape, heads) = self.shape.divided(parameters.layer(), tp)?;
         let HeadDivision { q: values, kv: keys } = &heads;
         let (of_keys, of_values) = (scaled(keys, shape.key_head_dim), scaled(values, shape.value_head_dim));
-        let (k, v, h) = (&of_keys[..], &of_values[..], &values[..]);
-        let Mixed { qkv: [q_proj, k_proj, v_proj], b, a } = &mut self.mixed;
+        let of_decays = scaled(values, shape.decays_per_head());
+        let Mixed { qkv: [q, k, v], b, a } = &mut self.mixed;
+        let [q, k, v, a, z] = [q, k, v, a, &mut self.z].map(Projection::last_mut);
+        let (keys_of, values_of, heads_of, decays_of) =
+            (&of_keys[..], &of_values[..], &values[..], &of_decays[..]);
         // Those with one parameter in the order of its rows.
-        match b {
+        match b.as_mut().map(Projection::last_mut) {
             Some(b) => {
-                let layers = [q_proj, k_proj, v_proj, b, a, &mut self.z];
-                Linear::divide_outputs(parameters, layers, [k, k, v, h, h, v], tp.rank);
+                let outputs = [keys_of, keys_of, values_of, values_of, heads_of, decays_of];
+                Linear::divide_outputs(parameters, [q, k, v, z, b, a], outputs, tp.rank);
             }
             None => {
-                let layers = [&mut self.z, v_proj, k_proj, q_proj, a];
-                Linear::divide_outputs(parameters, layers, [v, v, k, k, h], tp.rank);
+                let outputs = [values_of, values_of, keys_of, keys_of, decays_of];
+                Linear::divide_outputs(parameters, [z, v, k, q, a], outputs, tp.rank);
             }
         }
         self.out.divide_inputs(parameters, &of_values, tp.rank);
 
-        let parts = [&of_keys, &of_keys, &of_values];
+        self.divide_convolutions(parameters, [&of_keys, &of_keys, &of_values], tp);
+        let shard = |parameters: &mut ParameterList, parameter, dim, of_ranks: &[Range<usize>]| {
+            parameters.shard(parameter, dim, of_ranks.iter().map(|own| vec![own.clone()]).collect(), tp.rank);
+        };
+        shard(parameters, self.dt_bias, 0, &of_decays);
+        shard(parameters, self.a_log, self.a_log_dim(), values);
+        self.skip.into_iter().for_each(|skip| shard(parameters, skip, 0, values));
+        self.norm.divide(parameters, &heads, &of_values, tp)?;
+        self.shape = shape;
+        Ok(())
+    }
+
+    /// Keeps the channels of one rank: `parts` are those of queries, keys and values of every rank.
+    fn divide_convolutions(
+        &mut self,
+        parameters: &mut ParameterList,
+        parts: [&Vec<Range<usize>>; 3],
+        tp: TensorRank,
+    ) {
         let channels = |rank: usize| -> [Range<usize>; 3] {
             std::array::from_fn(|part| {
                 let (first, own) = (self.channels[part].start, &parts[part][rank]);
                 first + own.start..first + own.end
             })
         };
-        let shares_keys = are_shared(keys);
         let own = channels(tp.rank);
-        if !shares_keys {
+        if !self.convs[0].is_same(&self.convs[1]) {
+            for (conv, of_ranks) in self.convs.iter().zip(parts) {
+                let of_ranks: Vec<_> = of_ranks.iter().map(|own| vec![own.clone()]).collect();
+                conv.divide(parameters, &of_ranks, tp.rank);
+            }
+            self.channels = own.map(|own| 0..own.len());
+        } else if are_shared(parts[0]) {
+            self.channels = own;
+        } else {
             let ascending = |rank: usize| {
                 let mut channels = channels(rank).to_vec();
                 channels.sort_by_key(|part| part.start);
                 channels
             };
             let of_ranks: Vec<_> = (0..tp.size).map(ascending).collect();
-            self.conv.divide(parameters, &of_ranks, tp.rank);
+            self.convs[0].divide(parameters, &of_ranks, tp.rank);
+            self.channels = adjacent(own);
         }
-        self.channels = if shares_keys { own } else { adjacent(own) };
-        for parameter in [self.dt_bias, self.a_log].into_iter().chain(self.skip) {
-            let of_ranks = values.iter().map(|own| vec![own.clone()]).collect();
-            parameters.shard(parameter, 0, of_ranks, tp.rank);
-        }
-        self.norm.divide(parameters, &heads, &of_values, tp)?;
-        self.shape = shape;
-        Ok(())
+    }
+
+    /// The dimension of `A_log` that is the heads.
+    fn a_log_dim(&self) -> usize {
+        if self.shape.has_channel_decays() { 2 } else { 0 }
     }
 }
 

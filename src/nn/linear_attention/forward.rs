@@ -4,6 +4,7 @@ use super::LinearAttention;
 use super::gated_norm::Gated;
 use super::mixed::Mixed;
 use super::saved::LinearAttentionSaved;
+use crate::nn::projection;
 use crate::nn::{Branch, ForwardPass, Gathered, LayerError, token_dims, token_rows};
 use candle_core::Tensor;
 use std::ops::Range;
@@ -24,7 +25,7 @@ impl LinearAttention {
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<LinearAttentionSaved>), LayerError> {
         let y = branch.open(x, pass)?;
-        let (mixed, z) = self.project(branch, x, pass)?;
+        let (mixed, z, latents) = self.project(branch, x, pass)?;
         let (out, heads) = match self.extended_tokens(pass)? {
             Some(extended) => self.forward_passed(mixed, &extended, keep, pass)?,
             None => {
@@ -39,33 +40,33 @@ impl LinearAttention {
             gated.recycle(pass);
         }
         let saved = match heads {
-            Some(heads) => Some(LinearAttentionSaved { heads, out, z }),
+            Some(heads) => Some(LinearAttentionSaved { heads, out, z, latents }),
             None => {
-                pass.recycle([out, z]);
+                pass.recycle([out, z].into_iter().chain(latents));
                 None
             }
         };
         Ok((y, saved))
     }
 
-    /// All projections of this rank's tokens: the tensors to exchange, and z.
+    /// All projections of this rank's tokens: the tensors to exchange, z, and the latents.
     fn project(
         &self,
         branch: &Branch,
         x: &Tensor,
         pass: &ForwardPass<'_>,
-    ) -> Result<(Mixed<Tensor>, Tensor), LayerError> {
+    ) -> Result<(Mixed<Tensor>, Tensor, Vec<Tensor>), LayerError> {
         let (ws, shape) = (pass.workspace(), &self.shape);
         let (batch, tokens) = token_dims(x);
         let keys = || ws.alloc((batch, tokens, shape.num_key_heads, shape.key_head_dim));
         let values = |dim| ws.alloc((batch, tokens, shape.num_value_heads, dim));
         let qkv = [keys()?, keys()?, values(shape.value_head_dim)?];
         let b = self.mixed.b.as_ref().map(|_| values(1)).transpose()?;
-        let mixed = Mixed { qkv, b, a: values(1)? };
+        let mixed = Mixed { qkv, b, a: values(shape.decays_per_head())? };
         let z = values(shape.value_head_dim)?;
         let outputs: Vec<_> = self.mixed.iter().zip(mixed.iter()).chain([(&self.z, &z)]).collect();
-        branch.project(x, &outputs, pass)?;
-        Ok((mixed, z))
+        let latents = projection::project(branch, x, &outputs, pass)?;
+        Ok((mixed, z, latents))
     }
 
     /// The gated output of a tile of tokens.

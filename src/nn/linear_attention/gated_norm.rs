@@ -3,14 +3,14 @@
 use crate::nn::{BackwardPass, ForwardPass, HeadDivision, LayerError, Norm, ParameterList, TensorRank};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::glu::{self, Activation::Silu};
+use ulysses_kernels::glu::{self, Activation, Activation::Silu};
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 
-/// A norm, and a gate `silu(z)`.
+/// A norm and a gate.
 #[derive(Debug)]
 pub(super) enum GatedNorm {
-    /// `norm(o) · silu(z)`, with one norm for all heads.
-    OfHeads(Norm),
+    /// `norm(o) · act(z)`, with one norm for all heads.
+    OfHeads(Norm, Activation),
     /// `norm(o · silu(z))`, with a norm for each group of equally many neighboring elements.
     OfGroups(Vec<Norm>),
 }
@@ -47,11 +47,11 @@ impl GatedNorm {
         let ws = pass.workspace();
         let gated = ws.alloc(out.dims())?;
         match self {
-            Self::OfHeads(norm) => {
+            Self::OfHeads(norm, activation) => {
                 let out = heads(out, head_dim)?;
                 let rstd = ws.alloc_f32(out.dims()[0])?;
                 let normed = norm.forward(&out, &rstd, pass)?;
-                glu::forward(Silu, &heads(z, head_dim)?, &normed, &heads(&gated, head_dim)?)?;
+                glu::forward(*activation, &heads(z, head_dim)?, &normed, &heads(&gated, head_dim)?)?;
                 Ok(Gated { rows: gated, inner: vec![normed], rstds: vec![rstd] })
             }
             Self::OfGroups(norms) => {
@@ -80,12 +80,12 @@ impl GatedNorm {
     ) -> Result<(), LayerError> {
         let forward = &pass.forward;
         match self {
-            Self::OfHeads(norm) => {
+            Self::OfHeads(norm, activation) => {
                 // The gradient of the normalized heads takes the place of the gated rows.
                 let tensors = [&dgated_rows, &gated.rows, out, z, dout, dz].map(|rows| heads(rows, head_dim));
                 let [dgated, dnormed, out, z, dout, dz] = tensors;
                 let (normed, rstd, dnormed) = (&gated.inner[0], &gated.rstds[0], dnormed?);
-                glu::backward(Silu, &dgated?, &z?, normed, &dz?, &dnormed)?;
+                glu::backward(*activation, &dgated?, &z?, normed, &dz?, &dnormed)?;
                 norm.backward(&dnormed, &out?, rstd, (&dout?, false), pass)?;
                 forward.recycle([dgated_rows]);
             }
@@ -116,7 +116,7 @@ impl GatedNorm {
         tp: TensorRank,
     ) -> Result<(), LayerError> {
         match self {
-            Self::OfHeads(_) => Ok(()),
+            Self::OfHeads(..) => Ok(()),
             Self::OfGroups(norms) => match &mut norms[..] {
                 [norm] => norm.divide(parameters, values, tp.rank),
                 _ => {

@@ -17,6 +17,8 @@ pub(super) struct RecurrenceOperands {
     pub(super) gates: [Tensor; 2],
     /// The heads' skip connections, of Mamba 2.
     pub(super) skip: Option<Tensor>,
+    /// Whether each channel of the keys has its decay.
+    pub(super) has_channel_decays: bool,
     pub(super) layout: LinearAttentionLayout,
 }
 
@@ -28,13 +30,21 @@ impl RecurrenceOperands {
     /// The operands with other values.
     pub(super) fn with_values<'a>(&'a self, v: &'a Tensor) -> linear_attention::Operands<'a> {
         let ([q, k, _], [g, beta]) = (&self.qkv, &self.gates);
-        let rule = self.skip.as_ref().map_or(Rule::Delta, |skip| Rule::Sum { skip });
+        let delta = if self.has_channel_decays { Rule::ChannelDelta } else { Rule::Delta };
+        let rule = self.skip.as_ref().map_or(delta, |skip| Rule::Sum { skip });
         linear_attention::Operands { q, k, v, g, beta, rule, layout: &self.layout }
     }
 
+    /// Recycles all but the skip connections, which are those of the parameter.
     pub(super) fn recycle(self, pass: &ForwardPass<'_>) {
         pass.recycle(self.qkv);
         pass.recycle(self.gates);
+    }
+
+    /// Also recycles the skip connections, which are a copy.
+    pub(super) fn recycle_all(mut self, pass: &ForwardPass<'_>) {
+        pass.recycle(self.skip.take());
+        self.recycle(pass);
     }
 }
 
@@ -88,10 +98,10 @@ impl LinearAttention {
         let like = |tensor: &Tensor| ws.alloc(tensor.dims());
         let [q, k, v] = &operands.qkv;
         let dqkv = [like(q)?, like(k)?, like(v)?];
-        let gate = || ws.alloc_f32(operands.gates[0].dims());
-        let dgates = [gate()?, gate()?];
+        let gate = |like: &Tensor| ws.alloc_f32(like.dims());
+        let dgates = [gate(&operands.gates[0])?, gate(&operands.gates[1])?];
         let ([dq, dk, dv], [dg, dbeta]) = (&dqkv, &dgates);
-        let dskip = operands.skip.as_ref().map(|_| gate()).transpose()?;
+        let dskip = operands.skip.as_ref().map(|_| gate(&operands.gates[1])).transpose()?;
         let gradients = linear_attention::Gradients { dq, dk, dv, dg, dbeta, dskip: dskip.as_ref() };
         linear_attention::backward(&operands.borrow(), &states, dout, &gradients, ws)?;
         operands.recycle(forward);
@@ -105,8 +115,10 @@ impl LinearAttention {
         forward.recycle([a].into_iter().chain(b));
 
         let mut results = Vec::new();
-        for ((x, dy), channels) in qkv.into_iter().zip(dqkv).zip(self.channels(&share)) {
-            results.push(self.conv.backward(&dy, &x, (&channels, forward.ctx.documents()), pass)?);
+        for (((x, dy), channels), conv) in
+            qkv.into_iter().zip(dqkv).zip(self.channels(&share)).zip(&self.convs)
+        {
+            results.push(conv.backward(&dy, &x, (&channels, forward.ctx.documents()), pass)?);
             forward.recycle([dy, x]);
         }
         let qkv = results.try_into().unwrap_or_else(|_| unreachable!("three convolutions"));
@@ -140,6 +152,7 @@ impl LinearAttention {
     ) -> Result<(), LayerError> {
         let gradient = |parameter| self.head_gradient(parameter, share, pass);
         let (da_log, ddt_bias) = (gradient(self.a_log)?, gradient(self.dt_bias)?);
+        let dg = dg.flatten_from(2)?;
         let [a_log, dt_bias] = self.gate_parameters(share, &pass.forward)?;
         let [b, db] = [b, db].map(|b| b.as_ref().map(rows).transpose());
         let (b, db) = (b?, db?);
@@ -155,14 +168,14 @@ impl LinearAttention {
             da_log: da_log.as_ref(),
             ddt_bias: ddt_bias.as_ref(),
         };
-        Ok(decay_gates::backward(&operands, [dg, dbeta], &gradients)?)
+        Ok(decay_gates::backward(&operands, [&dg, dbeta], &gradients)?)
     }
 
     /// The rate of updates: the projection `b`, or the time step of Mamba 2.
     fn rate<'b>(&self, b: Option<&'b Tensor>) -> Rate<'b> {
         let limits = match self.shape.kind {
             LinearAttentionKind::Mamba2(mamba) => mamba.time_step_limits,
-            LinearAttentionKind::GatedDeltaNet => [0.0, f64::INFINITY],
+            LinearAttentionKind::GatedDeltaNet | LinearAttentionKind::KimiDelta => [0.0, f64::INFINITY],
         };
         b.map_or(Rate::TimeStep { limits }, Rate::Projection)
     }
@@ -180,18 +193,25 @@ impl LinearAttention {
     ) -> Result<RecurrenceOperands, LayerError> {
         let channels = self.channels(share);
         let documents = pass.ctx.documents();
-        let conv = |x: &Tensor, part: usize| self.conv.forward(x, (&channels[part], documents), pass);
+        let conv = |x: &Tensor, part: usize| self.convs[part].forward(x, (&channels[part], documents), pass);
         let qkv = [conv(q, 0)?, conv(k, 1)?, conv(v, 2)?];
         let gates = self.gates(a, b.as_ref(), share, pass)?;
         let layout = pass.ctx.linear_attention_layout(&share.v_to_k(self.shape.heads()));
-        let skip = self.skip.map(|skip| of_heads(&pass[skip], share)).transpose()?;
-        Ok(RecurrenceOperands { qkv, gates, skip, layout })
+        let skip = self.skip.map(|skip| self.of_heads(&pass[skip], share)).transpose()?;
+        Ok(RecurrenceOperands {
+            qkv,
+            gates,
+            skip,
+            has_channel_decays: self.shape.has_channel_decays(),
+            layout,
+        })
     }
 
     /// Decay and rate of some heads.
     ///
     /// # Shapes
-    /// `a`, `b`: `[batch, seq, heads_local, 1]`, results: `[batch, seq, heads_local]` in f32.
+    /// `a`, `b`: `[batch, seq, heads_local, 1]`, results: `[batch, seq, heads_local]` in f32. With decays per channel, `a` and they are
+    /// `[batch, seq, heads_local, key_head_dim]`.
     pub(super) fn gates(
         &self,
         a: &Tensor,
@@ -199,19 +219,20 @@ impl LinearAttention {
         share: &HeadShare,
         pass: &ForwardPass<'_>,
     ) -> Result<[Tensor; 2], LayerError> {
-        let (ws, (batch, seq_len, heads, _)) = (pass.workspace(), a.dims4()?);
-        let gates = [ws.alloc_f32((batch, seq_len, heads))?, ws.alloc_f32((batch, seq_len, heads))?];
+        let (ws, of_heads) = (pass.workspace(), &a.dims()[..3]);
+        let of_decays = if self.shape.has_channel_decays() { a.dims() } else { of_heads };
+        let gates = [ws.alloc_f32(of_decays)?, ws.alloc_f32(of_heads)?];
         let [a_log, dt_bias] = self.gate_parameters(share, pass)?;
         let b = b.map(rows).transpose()?;
         let (a, rate) = (&rows(a)?, self.rate(b.as_ref()));
         let operands = decay_gates::Operands { a, rate, a_log: &a_log, dt_bias: &dt_bias };
-        decay_gates::forward(&operands, &gates[0], &gates[1])?;
+        decay_gates::forward(&operands, &gates[0].flatten_from(2)?, &gates[1])?;
         Ok(gates)
     }
 
     /// The parts of `A_log` and `dt_bias`.
     fn gate_parameters(&self, share: &HeadShare, pass: &ForwardPass<'_>) -> Result<[Tensor; 2], LayerError> {
-        Ok([of_heads(&pass[self.a_log], share)?, of_heads(&pass[self.dt_bias], share)?])
+        Ok([self.of_heads(&pass[self.a_log], share)?, self.of_heads(&pass[self.dt_bias], share)?])
     }
 
     /// The gradient of some heads' part of a parameter, unless it is frozen.
@@ -221,7 +242,17 @@ impl LinearAttention {
         share: &HeadShare,
         pass: &BackwardPass<'_>,
     ) -> Result<Option<Tensor>, LayerError> {
-        pass.gradient(parameter).map(|gradient| of_heads(gradient, share)).transpose()
+        pass.gradient(parameter).map(|gradient| self.of_heads(gradient, share)).transpose()
+    }
+
+    /// The elements of some value heads, of as many of each head.
+    fn of_heads(
+        &self,
+        parameter: &Tensor,
+        HeadShare { values, .. }: &HeadShare,
+    ) -> Result<Tensor, LayerError> {
+        let per_head = parameter.elem_count() / self.shape.num_value_heads.max(1);
+        Ok(parameter.flatten_all()?.narrow(0, values.start * per_head, values.len() * per_head)?)
     }
 
     /// The channels of the convolution of some heads' queries, keys and values.
@@ -235,13 +266,8 @@ impl LinearAttention {
     }
 }
 
-/// The value heads of a rank, of one number per head.
-fn of_heads(parameter: &Tensor, HeadShare { values, .. }: &HeadShare) -> Result<Tensor, LayerError> {
-    Ok(parameter.narrow(0, values.start, values.len())?)
-}
-
-/// `[batch, seq, heads, 1]` → `[tokens, heads]`, sharing the storage.
+/// `[batch, seq, heads, dim]` → `[tokens, heads · dim]`, sharing the storage.
 fn rows(x: &Tensor) -> Result<Tensor, LayerError> {
-    let (batch, seq_len, heads, _) = x.dims4()?;
-    Ok(x.reshape((batch * seq_len, heads))?)
+    let (batch, seq_len, heads, dim) = x.dims4()?;
+    Ok(x.reshape((batch * seq_len, heads * dim))?)
 }

@@ -7,13 +7,19 @@ pub(super) struct Mixed<T> {
     pub(super) qkv: [T; 3],
     /// The projection for the rate; `None` in Mamba 2.
     pub(super) b: Option<T>,
-    /// The projection for the decay; in Mamba 2 for the time step.
+    /// The projection for the decay, or for those of a head; in Mamba 2 for the time step.
     pub(super) a: T,
 }
 
 impl<T> Mixed<T> {
     pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
         self.qkv.iter().chain(&self.b).chain([&self.a])
+    }
+}
+
+impl<T> Mixed<T> {
+    pub(super) fn map<U>(self, mut f: impl FnMut(T) -> U) -> Mixed<U> {
+        Mixed { qkv: self.qkv.map(&mut f), b: self.b.map(&mut f), a: f(self.a) }
     }
 }
 

@@ -9,6 +9,9 @@
 //! y = out_proj(norm(o) · silu(in_proj_z(x)))  the norm is that of each head
 //! ```
 //!
+//! Kimi Delta Attention (arXiv 2510.26692) is that with a decay for each channel of a head's keys, projections and convolutions with
+//! weights of their own, `in_proj_a` and `in_proj_z` of low rank, and the gate σ(z).
+//!
 //! Mamba 2 (arXiv 2405.21060), as in Granite 4 and Nemotron-H, where C is called q, B k, and x v:
 //!
 //! ```text
@@ -32,35 +35,43 @@ mod gated_norm;
 mod heads;
 mod mixed;
 mod passed;
+mod projections;
 mod saved;
 
 pub use config::{LinearAttentionConfig, LinearAttentionKind, Mamba2Config};
+pub use projections::DeltaNetProjections;
 pub use saved::LinearAttentionSaved;
 
 use super::causal_conv::CausalConv;
+use super::projection::Projection;
 use super::{
-    ForwardPass, Gathered, GroupNames, Init, LayerError, Linear, Norm, NormConfig, Parameter, ParameterList,
+    ForwardPass, Gathered, GroupNames, Init, LayerError, Linear, MixerParts, Norm, NormConfig, Parameter,
+    ParameterList,
 };
 use candle_core::Tensor;
 use gated_norm::GatedNorm;
 use mixed::Mixed;
 use std::ops::Range;
+use ulysses_kernels::glu::Activation::{Sigmoid, Silu};
 
 /// The bounds of exp(A_log) at first, as in transformers.
 const DECAYS: [f64; 2] = [0.01, 16.0];
 
-/// Those of Mamba 2, as in its authors' code.
+/// Those of Mamba 2, as in its authors' code, and of Kimi Delta Attention.
 const MAMBA_DECAYS: [f64; 2] = [1.0, 16.0];
+
+/// The biases of the decays of Kimi Delta Attention, as in transformers.
+const KIMI_TIME_STEPS: Init = Init::TimeSteps { bounds: [1e-3, 1e-1], floor: 1e-4 };
 
 /// A linear attention, without the branch that it is in.
 #[derive(Debug)]
 pub struct LinearAttention {
     shape: LinearAttentionConfig,
-    mixed: Mixed<Linear>,
-    z: Linear,
+    mixed: Mixed<Projection>,
+    z: Projection,
     out: Linear,
-    /// Of queries, keys, values.
-    conv: CausalConv,
+    /// Of queries, keys, values: one for all, or one for each.
+    convs: [CausalConv; 3],
     /// The channels of each of them.
     channels: [Range<usize>; 3],
     dt_bias: Parameter,
@@ -71,11 +82,11 @@ pub struct LinearAttention {
 }
 
 impl LinearAttention {
-    /// Adds the parameters under `linear_attn`, or the name `mamba` for Mamba 2, with initial values `init`, those of `out_proj` with
-    /// `out_init`.
+    /// Adds the parameters under `linear_attn`, the name `mamba` for Mamba 2, or `self_attn` for Kimi Delta Attention, with initial values
+    /// `init`, those of the output's projection with `out_init`.
     pub fn new(
         parameters: &mut ParameterList,
-        mamba: &str,
+        MixerParts { mamba, delta_net, .. }: MixerParts,
         hidden_size: usize,
         shape: LinearAttentionConfig,
         eps: f64,
@@ -83,8 +94,9 @@ impl LinearAttention {
     ) -> Self {
         match shape.kind {
             LinearAttentionKind::GatedDeltaNet => {
-                Self::gated_delta_net(parameters, hidden_size, shape, eps, inits)
+                Self::gated_delta_net(parameters, delta_net, hidden_size, shape, eps, inits)
             }
+            LinearAttentionKind::KimiDelta => Self::kimi_delta(parameters, hidden_size, shape, eps, inits),
             LinearAttentionKind::Mamba2(options) => {
                 Self::mamba2(parameters, mamba, hidden_size, (shape, options), eps, inits)
             }
@@ -93,6 +105,7 @@ impl LinearAttention {
 
     fn gated_delta_net(
         parameters: &mut ParameterList,
+        projections: DeltaNetProjections,
         hidden_size: usize,
         shape: LinearAttentionConfig,
         eps: f64,
@@ -100,12 +113,7 @@ impl LinearAttention {
     ) -> Self {
         let LinearAttentionConfig { num_value_heads, value_head_dim, conv_width, .. } = shape;
         let (key_dim, value_dim) = (shape.key_dim(), shape.value_dim());
-        let names = GroupNames::One("linear_attn.in_proj_qkv");
-        let qkv = Linear::group(parameters, names, [key_dim, key_dim, value_dim], hidden_size, init);
-        let mut linear = |name: &str, out| Linear::new(parameters, name, [out, hidden_size], init);
-        let z = linear("linear_attn.in_proj_z", value_dim);
-        let b = Some(linear("linear_attn.in_proj_b", num_value_heads));
-        let a = linear("linear_attn.in_proj_a", num_value_heads);
+        let (mixed, z) = projections.add(parameters, hidden_size, shape, init);
         let out = Linear::new(parameters, "linear_attn.out_proj", [hidden_size, value_dim], out_init);
         let num_channels = 2 * key_dim + value_dim;
         let channels = [0..key_dim, key_dim..2 * key_dim, 2 * key_dim..num_channels];
@@ -114,8 +122,41 @@ impl LinearAttention {
         let a_log =
             parameters.add("linear_attn.A_log", [num_value_heads], Init::LogUniform { bounds: DECAYS });
         let norm = Norm::new(parameters, "linear_attn.norm", value_head_dim, NormConfig::from(eps));
-        let (mixed, norm) = (Mixed { qkv, b, a }, GatedNorm::OfHeads(norm));
-        Self { shape, mixed, z, out, conv, channels, dt_bias, a_log, skip: None, norm }
+        let (mixed, z) = (mixed.map(Projection::Direct), Projection::Direct(z));
+        let (convs, norm) = ([conv; 3], GatedNorm::OfHeads(norm, Silu));
+        Self { shape, mixed, z, out, convs, channels, dt_bias, a_log, skip: None, norm }
+    }
+
+    fn kimi_delta(
+        parameters: &mut ParameterList,
+        hidden_size: usize,
+        shape: LinearAttentionConfig,
+        eps: f64,
+        [init, out_init]: [Init; 2],
+    ) -> Self {
+        let LinearAttentionConfig { num_value_heads: heads, value_head_dim: rank, conv_width, .. } = shape;
+        let dim = shape.key_dim();
+        let named = |part: &str| format!("self_attn.{part}");
+        let qkv = ["q", "k", "v"]
+            .map(|part| Linear::new(parameters, &named(&format!("{part}_proj")), [dim, hidden_size], init));
+        let convs = ["q", "k", "v"].map(|part| {
+            CausalConv::new(parameters, &named(&format!("{part}_conv1d")), [dim, conv_width], init, true)
+        });
+        let mut low_rank = |name: &str| {
+            let down = Linear::new(parameters, &named(&format!("{name}_a_proj")), [rank, hidden_size], init);
+            Projection::of_low_rank(parameters, &named(&format!("{name}_b_proj")), (down, None), dim, init)
+        };
+        let (a, z) = (low_rank("f"), low_rank("g"));
+        let b = Some(Linear::new(parameters, &named("b_proj"), [heads, hidden_size], init));
+        let a_log = Init::LogUniform { bounds: MAMBA_DECAYS };
+        let a_log = parameters.add(&named("A_log"), [1, 1, heads, 1], a_log);
+        let dt_bias = parameters.add(&named("dt_bias"), [dim], KIMI_TIME_STEPS);
+        let norm = Norm::new(parameters, &named("o_norm"), rank, NormConfig::from(eps));
+        let out = Linear::new(parameters, &named("o_proj"), [hidden_size, dim], out_init);
+        let (qkv, b) = (qkv.map(Projection::Direct), b.map(Projection::Direct));
+        let (mixed, channels) = (Mixed { qkv, b, a }, [0..dim, 0..dim, 0..dim]);
+        let norm = GatedNorm::OfHeads(norm, Sigmoid);
+        Self { shape, mixed, z, out, convs, channels, dt_bias, a_log, skip: None, norm }
     }
 
     /// Adds the parameters of Mamba 2 under `name`.
@@ -153,8 +194,9 @@ impl LinearAttention {
         let groups = [num_key_heads, value_dim / num_key_heads];
         let norm =
             GatedNorm::OfGroups(Norm::group(parameters, &named("norm"), groups, NormConfig::from(eps)));
-        let mixed = Mixed { qkv: [q, k, v], b: None, a };
-        Self { shape, mixed, z, out, conv, channels, dt_bias, a_log, skip, norm }
+        let mixed = Mixed { qkv: [q, k, v], b: None, a }.map(Projection::Direct);
+        let (z, convs) = (Projection::Direct(z), [conv; 3]);
+        Self { shape, mixed, z, out, convs, channels, dt_bias, a_log, skip, norm }
     }
 
     /// Exchanges the output of the heads, or its gradient.

@@ -9,10 +9,10 @@
 //! the state as their values, at rate 1. Those after have unit vectors as queries, and read them. T is what becomes of the unit matrix
 //! if it is stored, and no value after it.
 
+use super::LinearAttention;
 use super::heads::RecurrenceOperands;
 use super::mixed::Mixed;
 use super::saved::{HeadsSaved, PassedStates};
-use super::{LinearAttention, LinearAttentionKind};
 use crate::nn::shard::{AffineMap, Direction, ExtendedTokens, Reach, alloc};
 use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError};
 use candle_core::{DType, Tensor};
@@ -67,7 +67,7 @@ impl LinearAttention {
         let before = extended.pass_on(&mut own, self.state_dims(&operands), Direction::Forward, ws)?;
         extended.store_before(&before, &operands.qkv[2])?;
         let (o, states) = first.map_or_else(recur, Ok)?;
-        operands.recycle(pass);
+        operands.recycle_all(pass);
         let out = in_dtype(extended.within(o, ws)?, ws.options().dtype, ws)?;
         let matrices = own.into_iter().map(|map| map.matrix).collect();
         let saved = HeadsSaved { mixed, states, passed: PassedStates { before, matrices } };
@@ -94,7 +94,7 @@ impl LinearAttention {
         let like = |tensor: &Tensor| ws.alloc_f32(tensor.dims());
         let ([q, k, v], [g, beta]) = (&operands.qkv, &operands.gates);
         let (dqkv, dgates) = ([like(q)?, like(k)?, like(v)?], [like(g)?, like(beta)?]);
-        let dskip = operands.skip.as_ref().map(|_| like(g)).transpose()?;
+        let dskip = operands.skip.as_ref().map(|_| like(beta)).transpose()?;
         let ([dq, dk, dv], [dg, dbeta]) = (&dqkv, &dgates);
         let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: dskip.as_ref() };
         let states = states.unwrap_or_else(|| unreachable!("every rank has all heads"));
@@ -117,7 +117,7 @@ impl LinearAttention {
             forward.recycle(after.into_iter().flatten());
             backward()?;
         }
-        operands.recycle(forward);
+        operands.recycle_all(forward);
         forward.recycle([states, dout].into_iter().chain(before.into_iter().flatten()));
 
         let share = self.all_heads();
@@ -130,10 +130,12 @@ impl LinearAttention {
         forward.recycle(dgates);
         forward.recycle([a].into_iter().chain(b));
         let mut dextended = Vec::new();
-        for ((x, dy), channels) in qkv.into_iter().zip(dqkv).zip(self.channels(&share)) {
+        for (((x, dy), channels), conv) in
+            qkv.into_iter().zip(dqkv).zip(self.channels(&share)).zip(&self.convs)
+        {
             extended.clear_around(&dy, ws)?;
             let dy = in_dtype(dy, x.dtype(), ws)?;
-            dextended.push(self.conv.backward(&dy, &x, (&channels, extended.convolved()), pass)?);
+            dextended.push(conv.backward(&dy, &x, (&channels, extended.convolved()), pass)?);
             forward.recycle([dy, x]);
         }
         let reduced = extended.reduce(&dextended, ws)?;
@@ -152,7 +154,7 @@ impl LinearAttention {
         let (ws, share) = (pass.workspace(), self.all_heads());
         let channels = self.channels(&share);
         let conv = |part: usize| -> Result<Tensor, LayerError> {
-            let y = self.conv.forward(&qkv[part], (&channels[part], extended.convolved()), pass)?;
+            let y = self.convs[part].forward(&qkv[part], (&channels[part], extended.convolved()), pass)?;
             let y = in_dtype(y, DType::F32, ws)?;
             extended.clear_around(&y, ws)?;
             Ok(y)
@@ -170,7 +172,8 @@ impl LinearAttention {
             Ok(in_f32)
         };
         let skip = self.skip.map(in_f32).transpose()?;
-        Ok(RecurrenceOperands { qkv, gates, skip, layout: extended.recurrence().clone() })
+        let (has_channel_decays, layout) = (self.shape.has_channel_decays(), extended.recurrence().clone());
+        Ok(RecurrenceOperands { qkv, gates, skip, has_channel_decays, layout })
     }
 
     /// The output over extended tokens, with the states at some of them for the backward pass if `keep`.
@@ -230,7 +233,7 @@ impl LinearAttention {
     }
 
     fn is_delta(&self) -> bool {
-        self.shape.kind == LinearAttentionKind::GatedDeltaNet
+        self.shape.mamba2().is_none()
     }
 
     /// The factor of the queries.

@@ -13,6 +13,8 @@ pub struct LinearAttentionSaved {
     pub(super) out: Tensor,
     /// The projection for its gate.
     pub(super) z: Tensor,
+    /// Of projections of low rank.
+    pub(super) latents: Vec<Tensor>,
 }
 
 /// State of one rank's heads.
@@ -44,6 +46,7 @@ impl LinearAttentionSaved {
             .chain(states)
             .chain(before.iter().chain(matrices).flatten())
             .chain([&self.out, &self.z])
+            .chain(&self.latents)
             .map(tensor::bytes)
             .sum()
     }
@@ -51,7 +54,7 @@ impl LinearAttentionSaved {
     /// Recycles the tensors.
     pub fn recycle(self, pass: &ForwardPass<'_>) {
         self.heads.recycle(pass);
-        pass.recycle([self.out, self.z]);
+        pass.recycle([self.out, self.z].into_iter().chain(self.latents));
     }
 }
 

@@ -21,6 +21,12 @@ const SHAPE: LinearAttentionConfig = LinearAttentionConfig {
     conv_width: 4,
     kind: LinearAttentionKind::GatedDeltaNet,
 };
+const KIMI: LinearAttentionConfig = LinearAttentionConfig {
+    num_key_heads: 4,
+    key_head_dim: 5,
+    kind: LinearAttentionKind::KimiDelta,
+    ..SHAPE
+};
 const BATCH: usize = 2;
 const SEQ_LEN: usize = 13;
 
@@ -109,13 +115,14 @@ fn heads_of_several_sizes_are_exchanged_and_gradients_of_shared_key_heads_are_su
 #[test]
 fn the_formula_counts_the_bytes_that_are_sent() {
     let kinds = [HeadKind::Key, HeadKind::Key, HeadKind::Value, HeadKind::Value, HeadKind::Value];
-    for sharding in SHARDINGS {
+    for (sharding, shape) in SHARDINGS.into_iter().flat_map(|sharding| [(sharding, SHAPE), (sharding, KIMI)])
+    {
         launch(sharding.sp_size(), &LaunchOptions::default(), |ctx| {
             let group: Arc<dyn ProcessGroup> = ctx.group.clone();
             let exchange = UlyssesHeads::new(group.clone(), sharding);
             let (own, ws) = (sharding.tokens(SEQ_LEN, group.rank()).len(), Workspace::new());
             let run = |tensors: Vec<Tensor>, kinds: &[HeadKind], gathered| {
-                let heads = SHAPE.heads();
+                let heads = shape.heads();
                 let exchanged =
                     ExchangedHeads { heads, kinds, seq_len: SEQ_LEN, gathered, is_backward: false };
                 exchange.exchange(tensors, &exchanged, &ws)
@@ -124,8 +131,9 @@ fn the_formula_counts_the_bytes_that_are_sent() {
                 group.barrier().unwrap();
                 group.stats().get(CollectiveOp::AllToAllStrided).bytes_sent / 4
             };
-            let mixed =
-                [(2, 3), (2, 3), (4, 5), (4, 1), (4, 1)].map(|dims| ws.alloc((BATCH, own, dims.0, dims.1)));
+            let keys = (shape.num_key_heads, shape.key_head_dim);
+            let mixed = [keys, keys, (4, 5), (4, 1), (4, shape.decays_per_head())];
+            let mixed = mixed.map(|(heads, dim)| ws.alloc((BATCH, own, heads, dim)));
             let mixed = mixed.into_iter().collect::<Result<Vec<_>, _>>()?;
             let mixed = run(mixed, &kinds, Gathered::Tokens)?;
             let out = ws.alloc(mixed[2].dims())?;
@@ -135,7 +143,7 @@ fn the_formula_counts_the_bytes_that_are_sent() {
             run(mixed, &kinds, Gathered::Heads)?;
             let backward = sent() - forward;
             let volume =
-                ExchangeVolume::of_linear_attention(&SHAPE, [BATCH, SEQ_LEN], sharding, group.rank());
+                ExchangeVolume::of_linear_attention(&shape, [BATCH, SEQ_LEN], sharding, group.rank());
             assert_eq!((volume.forward_elems, volume.backward_elems), (forward, backward), "{sharding:?}");
 
             // The channels of a convolution are heads of one element.

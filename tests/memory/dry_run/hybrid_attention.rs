@@ -1,10 +1,12 @@
 //! Models with linear attention and attention with a gate, with Mamba 2, with layers of one branch, with short convolutions, with a bias
-//! in the head, and with latent attention.
+//! in the head, with latent attention, and with decays per channel.
 
 use super::{Case, case};
 use serde_json::{Value, json};
 use ulysses::model::{ModelConfig, Multipliers, family, shape};
-use ulysses::nn::{Init, LatentConfig, LinearAttentionKind, MixerConfig, ShortConvConfig};
+use ulysses::nn::{
+    Init, LatentConfig, LinearAttentionConfig, LinearAttentionKind, MixerConfig, ShortConvConfig,
+};
 
 /// Three layers with linear attention of two key and four value heads, one with a gate.
 fn hybrid() -> ModelConfig {
@@ -18,6 +20,11 @@ fn hybrid() -> ModelConfig {
         }
     }
     ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
+}
+
+/// The same with projections by key head.
+fn by_key_head() -> ModelConfig {
+    ModelConfig { family: family("qwen3_next").unwrap(), ..hybrid() }
 }
 
 /// Three layers with Mamba 2 of two groups and four heads, one with attention.
@@ -85,8 +92,23 @@ fn latent() -> ModelConfig {
     ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
 }
 
+/// Two layers of linear attention with decays per channel, of four heads, and [`latent`] attention without positions.
+fn kimi() -> ModelConfig {
+    let model = ModelConfig { family: family("kimi_linear").unwrap(), ..latent() };
+    let linear = LinearAttentionConfig {
+        num_key_heads: 4,
+        num_value_heads: 4,
+        key_head_dim: 6,
+        value_head_dim: 6,
+        conv_width: 4,
+        kind: LinearAttentionKind::KimiDelta,
+    };
+    let model = ModelConfig { tie_word_embeddings: false, ..model }.with_attention(|layer| layer.rope = None);
+    model.with_mixer([true, false, true], linear)
+}
+
 /// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Mamba 2. Layers of one branch. Convolutions. States and
-/// tokens that are passed on. A bias in the head. Latent attention.
+/// tokens that are passed on. A bias in the head. Latent attention. Decays per channel.
 pub(super) fn cases() -> Vec<Case> {
     let ulysses = |ulysses: Value| json!({ "zero_optimization": { "stage": 2 }, "ulysses": ulysses });
     let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
@@ -111,6 +133,9 @@ pub(super) fn cases() -> Vec<Case> {
         case("linear attention, a ring of 2 x 2", hybrid(), (1, 4), 25, ulysses(ring(2))),
         case("linear attention, a ring of 3, 2 x 3", hybrid(), (2, 3), 23, ulysses(ring(3))),
         case("linear attention, pp 2, a ring of 2, tp 3", hybrid(), (1, 2), 24, with_tp(3)),
+        case("projections by key head, 1 x 5", by_key_head(), (1, 5), 23, ulysses(recompute(false))),
+        case("projections by key head, pp 2, a ring of 2, tp 2", by_key_head(), (1, 2), 24, with_tp(2)),
+        case("projections by key head, pp 2, a ring of 2, tp 3", by_key_head(), (1, 2), 24, with_tp(3)),
         case("Mamba 2, 1 x 5", mamba(), (1, 5), 23, ulysses(json!({}))),
         case("Mamba 2, 2 x 2, recomputed", mamba(), (2, 2), 22, ulysses(recompute(false))),
         case("Mamba 2, 1 x 4, chunks", mamba(), (1, 4), 25, ulysses(chunks.clone())),
@@ -164,5 +189,15 @@ pub(super) fn cases() -> Vec<Case> {
         case("latent attention, 1 x 5, outputs kept", latent(), (1, 5), 22, ulysses(recompute(true))),
         case("latent attention, a ring of 2 x 2", latent(), (1, 4), 25, ulysses(ring(2))),
         case("latent attention, pp 2, a ring of 2, tp 3", latent(), (1, 2), 24, with_tp(3)),
+        case("decays per channel, 1 x 5", kimi(), (1, 5), 23, ulysses(json!({}))),
+        case("decays per channel, 2 x 2, recomputed", kimi(), (2, 2), 22, ulysses(recompute(false))),
+        case("decays per channel, pp 2, a ring of 2, tp 3", kimi(), (1, 2), 24, with_tp(3)),
+        case(
+            "decays per channel, a ring of 3, states passed",
+            kimi(),
+            (2, 3),
+            23,
+            ulysses(passed_in_ring(3)),
+        ),
     ]
 }

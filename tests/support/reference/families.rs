@@ -28,6 +28,9 @@ pub enum Family {
     Cohere2,
     /// Linear attention in every layer but the last.
     Qwen35,
+    KimiLinear,
+    /// As Qwen3.5, with other parameters for the projections of linear attention.
+    Qwen3Next,
     Ernie,
     Gpt2,
     GptNeoX,
@@ -136,6 +139,11 @@ impl Family {
     /// Whether the head has a bias.
     pub fn has_head_bias(self) -> bool {
         matches!(self, Self::GptJ | Self::Phi)
+    }
+
+    /// Qwen3.5 and Qwen3-Next: linear attention, and attention with a gate on its output.
+    pub fn has_delta_net(self) -> bool {
+        matches!(self, Self::Qwen35 | Self::Qwen3Next)
     }
 
     /// Whether neighboring elements rotate as a pair.
@@ -271,7 +279,8 @@ impl Family {
     /// Added to the weights of norms.
     pub fn norm_offset(self) -> f64 {
         match self {
-            Self::Gemma | Self::Gemma2 | Self::Gemma3 | Self::Qwen35 | Self::Nemotron => 1.0,
+            Self::Gemma | Self::Gemma2 | Self::Gemma3 | Self::Nemotron => 1.0,
+            family if family.has_delta_net() => 1.0,
             _ => 0.0,
         }
     }
@@ -318,9 +327,9 @@ impl ReferenceConfig {
         self.family == Family::Gemma4 && self.window(layer).is_none()
     }
 
-    /// Whether a layer has linear attention instead of attention with a gate.
+    /// Whether a layer has linear attention by the delta rule instead of attention.
     pub fn is_linear(&self, layer: usize) -> bool {
-        self.family == Family::Qwen35 && layer + 1 < self.num_layers
+        (self.family.has_delta_net() || self.family == Family::KimiLinear) && layer + 1 < self.num_layers
     }
 
     /// Whether a layer has a short convolution instead of attention.
@@ -384,7 +393,7 @@ impl ReferenceConfig {
         match self.family {
             Family::Gemma3 | Family::Gemma4 if self.window(layer).is_some() => Some(LOCAL_THETA),
             Family::SmolLm3 if layer % 2 == 1 => None,
-            Family::Gpt2 | Family::GraniteHybrid | Family::NemotronH => None,
+            Family::Gpt2 | Family::GraniteHybrid | Family::NemotronH | Family::KimiLinear => None,
             Family::Llama4 | Family::Exaone4 | Family::Cohere2 if self.window(layer).is_none() => None,
             _ => Some(self.rope_theta),
         }
@@ -421,9 +430,8 @@ impl ReferenceConfig {
             Family::Olmo2 | Family::Olmo3 => {
                 Some([self.num_heads, self.num_kv_heads].map(|heads| heads * self.head_dim))
             }
-            Family::Gemma3 | Family::Gemma4 | Family::Exaone4 | Family::Qwen35 | Family::Lfm2 => {
-                Some([self.head_dim; 2])
-            }
+            Family::Gemma3 | Family::Gemma4 | Family::Exaone4 | Family::Lfm2 => Some([self.head_dim; 2]),
+            family if family.has_delta_net() => Some([self.head_dim; 2]),
             _ => self.qk_norm.then_some([self.head_dim; 2]),
         }
     }

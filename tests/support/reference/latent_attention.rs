@@ -6,7 +6,7 @@ use super::model::{
 };
 use super::rope::rope_tables;
 use super::weights::{ReferenceConfig, RopeScaling, Weights, weight};
-use anyhow::{Context, Result};
+use anyhow::Result;
 use candle_core::{D, Tensor};
 
 /// Elements of each head of queries and keys that rotate, its last ones, and of each value head. `head_dim` is that of queries.
@@ -25,12 +25,12 @@ const EPS: f64 = 1e-6;
 
 impl Family {
     pub fn is_latent(self) -> bool {
-        matches!(self, Self::DeepseekV2 | Self::DeepseekV3 | Self::Youtu | Self::MiniCpm3)
+        matches!(self, Self::DeepseekV2 | Self::DeepseekV3 | Self::Youtu | Self::MiniCpm3 | Self::KimiLinear)
     }
 
     /// Whether queries have a latent.
     pub fn has_q_latent(self) -> bool {
-        self != Self::Youtu
+        !matches!(self, Self::Youtu | Self::KimiLinear)
     }
 }
 
@@ -75,12 +75,14 @@ pub fn latent_attention(
 ) -> Result<Tensor> {
     let get = |name: &str| weight(weights, &format!("model.layers.{layer}.self_attn.{name}.weight"));
     let project = |x: &Tensor, name: &str| linear(x, get(name)?);
-    let theta = config.theta(layer).context("it rotates")?;
-    let (cos, sin) =
-        rope_tables(&ReferenceConfig { head_dim: ROPE_DIM, ..config.clone() }, theta, position_ids)?;
-    let rotated = |heads: &Tensor| match config.family.is_interleaved() {
-        true => rotate_neighbors(heads, &cos, &sin),
-        false => rotate(&heads.contiguous()?, &cos, &sin),
+    let tables = config.theta(layer).map(|theta| {
+        rope_tables(&ReferenceConfig { head_dim: ROPE_DIM, ..config.clone() }, theta, position_ids)
+    });
+    let tables = tables.transpose()?;
+    let rotated = |heads: &Tensor| match &tables {
+        None => Ok(heads.contiguous()?),
+        Some((cos, sin)) if config.family.is_interleaved() => rotate_neighbors(heads, cos, sin),
+        Some((cos, sin)) => rotate(&heads.contiguous()?, cos, sin),
     };
     let nope = config.head_dim - ROPE_DIM;
     let q = match config.family.has_q_latent() {

@@ -5,10 +5,11 @@
 //! `tests/parity/reference.rs` compares it with tensors computed by PyTorch and Hugging Face transformers.
 //!
 //! Reading order: [`weights`] (configuration, names, shapes), [`batch`],
-//! [`model`] (logits; [`rope`] has the angles, [`families`] the parts of other families than Llama, [`linear_attention`] that of Qwen3.5, [`latent_attention`] that of DeepSeek, [`short_conv`] that of LFM2, [`mamba2`] that of Granite 4 and Nemotron-H), [`loss`] (loss and gradients), [`optimizer`], [`train`].
+//! [`model`] (logits; [`rope`] has the angles, [`families`] the parts of other families than Llama, [`linear_attention`] that of Qwen3.5 and Qwen3-Next, [`kimi_delta`] that of Kimi Linear, [`latent_attention`] that of DeepSeek, [`short_conv`] that of LFM2, [`mamba2`] that of Granite 4 and Nemotron-H), [`loss`] (loss and gradients), [`optimizer`], [`train`].
 
 pub mod batch;
 pub mod families;
+pub mod kimi_delta;
 pub mod latent_attention;
 pub mod linear_attention;
 pub mod loss;

@@ -5,6 +5,7 @@
 
 use super::batch::document_ids;
 use super::families::{Family, GRANITE, LLAMA4_GROWTH, LOGIT_SCALE, QUERY_GROWTH};
+use super::kimi_delta::kimi_delta;
 use super::latent_attention::latent_attention;
 use super::linear_attention::{linear_attention, sigmoid};
 use super::mamba2::mamba2;
@@ -114,7 +115,7 @@ pub fn row_logits(
         let attend = || {
             // Of gated attention, every head's queries and then its gate.
             let (q, gate) = match family {
-                Family::Qwen35 => {
+                family if family.has_delta_net() => {
                     let joint = split_heads(&biased("q")?, config.num_heads)?; // [H, S, 2·D]
                     let half =
                         |index| joint.narrow(2, index * config.head_dim, config.head_dim)?.contiguous();
@@ -158,6 +159,9 @@ pub fn row_logits(
             continue;
         }
         let output = match (config.is_linear(layer), config.is_conv(layer)) {
+            (true, _) if family == Family::KimiLinear => {
+                kimi_delta(config, weights, layer, &h, position_ids)?
+            }
             (true, _) => linear_attention(config, weights, layer, &h, position_ids)?,
             (_, true) => short_conv(config, weights, layer, &h, position_ids)?,
             _ if family.is_latent() => latent_attention(config, weights, layer, &h, position_ids)?,

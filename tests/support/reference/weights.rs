@@ -1,7 +1,7 @@
 //! Configuration, parameter names and shapes, and weights.
 
 use super::families::{Family, NUM_POSITIONS};
-use super::{latent_attention, linear_attention, mamba2, short_conv};
+use super::{kimi_delta, latent_attention, linear_attention, mamba2, short_conv};
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use rand::{Rng, SeedableRng};
@@ -196,7 +196,7 @@ impl ReferenceConfig {
             if let Some(qkv) = block.qkv {
                 add(qkv, vec![q_size + 2 * kv_size, hidden]);
             } else if self.has_attention(layer) && !self.family.is_latent() {
-                let gated = if self.family == Family::Qwen35 { 2 } else { 1 };
+                let gated = if self.family.has_delta_net() { 2 } else { 1 };
                 add(&format!("{}.q_proj", block.attention), vec![gated * q_size, hidden]);
                 add(&format!("{}.k_proj", block.attention), vec![kv_size, hidden]);
                 if !self.is_global(layer) {
@@ -222,7 +222,10 @@ impl ReferenceConfig {
             };
             mlp.into_iter().for_each(|(name, shape)| add(name, shape.to_vec()));
             let (module, parts) = match (self.is_linear(layer), self.is_conv(layer)) {
-                (true, _) => ("linear_attn", linear_attention::parameter_shapes(hidden)),
+                (true, _) if self.family == Family::KimiLinear => {
+                    (block.attention, kimi_delta::parameter_shapes(hidden))
+                }
+                (true, _) => ("linear_attn", linear_attention::parameter_shapes(self)),
                 (_, true) => ("conv", short_conv::parameter_shapes(hidden, self.conv_bias())),
                 _ if self.family.is_latent() => (block.attention, latent_attention::parameter_shapes(self)),
                 _ if self.is_mamba(layer) => (block.mamba, mamba2::parameter_shapes(self)),
@@ -277,7 +280,7 @@ pub fn random_weights(config: &ReferenceConfig, seed: u64) -> Result<Weights> {
             (1, name) if name.ends_with("bias") => rng.random_range(-0.7..0.7),
             (1, name) if is_constant(name) => rng.random_range(0.5..1.5),
             (1, name) if name.ends_with("sinks") => rng.random_range(-1.0..2.0),
-            (1, name) if name.ends_with("A_log") => rng.random_range(-2.0..0.5),
+            (_, name) if name.ends_with("A_log") => rng.random_range(-2.0..0.5),
             (1, name) if name.ends_with("linear_attn.norm.weight") => 1.0 + rng.random_range(-0.3..0.3),
             (1, _) => 1.0 - config.family.norm_offset() + rng.random_range(-0.3..0.3),
             // Looked up, not multiplied: the rows themselves are of order 1. A tied
