@@ -51,9 +51,14 @@ def trained(model):
 
 def named(results):
     """Returns results in f64 by name: files have some names that models have not, or those of the language model alone."""
-    others = {"language_model.": "", "embed_out.": "lm_head.", "backbone.": "model."}
+    others = {"language_model.": "", "embed_out.": "lm_head.", "backbone.": "model.", "forget_gate.": ""}
     plain = {name: functools.reduce(lambda name, other: name.replace(*other), others.items(), name) for name in results}
-    return {plain[name]: tensor.double() for name, tensor in results.items()}
+    results = {plain[name]: tensor.double() for name, tensor in results.items()}
+    # Files of Kimi Linear have three.
+    for name in [name for name in results if name.endswith("self_attn.conv1d.weight")]:
+        parts = zip("qkv", results.pop(name).chunk(3))
+        results |= {name.replace("conv1d", f"{part}_conv1d"): weight for part, weight in parts}
+    return results
 
 
 @functools.cache

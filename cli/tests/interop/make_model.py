@@ -6,8 +6,10 @@ The seed is fixed. Biases and norms, which transformers initializes to 0 and 1, 
 """
 
 import sys
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 LLAMA3 = {
@@ -92,6 +94,17 @@ FAMILIES = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 12,
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    },
+    # Six value heads that share two key heads.
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "layer_types": HYBRID,
+        "num_experts": 0,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
     },
     "qwen3_windows": {
         "model_type": "qwen3",
@@ -303,6 +316,18 @@ FAMILIES = {
     "deepseek_v2": {"model_type": "deepseek_v2", "first_k_dense_replace": 3, **LATENT, "q_lora_rank": None},
     "youtu": {"model_type": "youtu", "tie_word_embeddings": True, **LATENT},
     "minicpm3": {"model_type": "minicpm3", "rope_parameters": {"rope_type": "linear", "factor": 4.0}, **LATENT},
+    # Dense, with linear attention by decays per channel.
+    "kimi_linear": {
+        "model_type": "kimi_linear",
+        "mlp_layer_types": ["dense"] * 3,
+        "layer_types": HYBRID,
+        "linear_num_heads": 3,
+        "linear_head_dim": 10,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **{**LATENT, "q_lora_rank": None},
+        "rope_parameters": ABSENT,
+    },
     # Of these the language model is one part.
     "gemma3_vision": {"model_type": "gemma3", "mm_tokens_per_image": 4},
     "gemma4_vision": {"model_type": "gemma4", "image_token_id": 5, "video_token_id": 6, "audio_token_id": 7},
@@ -372,3 +397,10 @@ with torch.no_grad():
 if family == "llama_untied":
     model.config.tie_word_embeddings = True
 model.save_pretrained(model_dir, max_shard_size="100KB")
+if family == "kimi_linear":
+    # transformers writes dense MLPs by the name of those with experts. In the published model they have this one.
+    others = ("block_sparse_moe", "mlp")
+    for file in Path(model_dir).glob("*.safetensors"):
+        save_file({name.replace(*others): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    index = Path(model_dir, "model.safetensors.index.json")
+    index.write_text(index.read_text().replace(*others))
