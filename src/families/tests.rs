@@ -7,7 +7,7 @@ mod latent;
 mod lfm2;
 mod llama4;
 mod nemotron;
-mod qwen3_next;
+mod qwen_hybrids;
 mod rope;
 
 use super::*;
@@ -433,36 +433,6 @@ fn the_language_model_of_a_larger_model_is_described_by_its_text_config() {
     text["model_type"] = json!("llama");
     assert_refused(&larger("mistral3", text), "text_config");
     assert_refused(&json!({ "model_type": "gemma3" }), "text_config");
-}
-
-#[test]
-fn qwen3_5_has_linear_attention_in_the_layers_that_its_file_says() {
-    let mut json = changed("qwen3_5_text", "layer_types", None);
-    json["num_hidden_layers"] = json!(5);
-    let is_linear = |json: &Value| {
-        let config = read(json).unwrap();
-        config.layers.iter().map(|layer| layer.linear_attention().is_some()).collect::<Vec<_>>()
-    };
-    assert_eq!(is_linear(&json), [true, true, true, false, true]);
-    json["full_attention_interval"] = json!(2);
-    assert_eq!(is_linear(&json), [true, false, true, false, true]);
-    for (key, value) in [
-        ("attn_output_gate", json!(false)),
-        ("layer_types", json!(vec!["linear_attention"; 5])),
-        ("layer_types", json!(vec!["sliding_attention"; 5])),
-        ("linear_num_key_heads", json!(5)),
-        ("linear_conv_kernel_dim", json!(9)),
-        ("mlp_only_layers", json!([1])),
-        ("attention_bias", json!(true)),
-    ] {
-        let mut json = json.clone();
-        json[key] = value;
-        assert_refused(&json, key);
-    }
-    json["attn_output_gate"] = json!(true);
-    json["mamba_ssm_dtype"] = json!("float32");
-    let larger = json!({ "model_type": "qwen3_5", "text_config": json });
-    assert_eq!(read(&larger).unwrap(), read(&json).unwrap());
 }
 
 #[test]

@@ -174,8 +174,8 @@ impl TokenMixer {
                 Self::Attention(SelfAttention::new(parameters, attention, hidden, shape, weights))
             }
             MixerConfig::LinearAttention(shape) => {
-                let linear = LinearAttention::new(parameters, parts, hidden, shape, norm.eps, inits);
-                Self::LinearAttention(linear)
+                let parts = (parts.mamba, parts.delta_net);
+                Self::LinearAttention(LinearAttention::new(parameters, parts, hidden, shape, norm.eps, inits))
             }
             MixerConfig::ShortConv(shape) => {
                 Self::ShortConv(ShortConv::new(parameters, hidden, shape, inits))

@@ -45,8 +45,7 @@ pub use saved::LinearAttentionSaved;
 use super::causal_conv::CausalConv;
 use super::projection::Projection;
 use super::{
-    ForwardPass, Gathered, GroupNames, Init, LayerError, Linear, MixerParts, Norm, NormConfig, Parameter,
-    ParameterList,
+    ForwardPass, Gathered, GroupNames, Init, LayerError, Linear, Norm, NormConfig, Parameter, ParameterList,
 };
 use candle_core::Tensor;
 use gated_norm::GatedNorm;
@@ -86,7 +85,7 @@ impl LinearAttention {
     /// `init`, those of the output's projection with `out_init`.
     pub fn new(
         parameters: &mut ParameterList,
-        MixerParts { mamba, delta_net, .. }: MixerParts,
+        (mamba, delta_net): (&str, DeltaNetProjections),
         hidden_size: usize,
         shape: LinearAttentionConfig,
         eps: f64,
