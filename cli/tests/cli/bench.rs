@@ -130,7 +130,15 @@ fn gemms_attention_and_steps_are_compared_with_a_square_gemm() {
     let beside_square = |name| format!("{name} / square_gemm");
     assert_eq!(
         keys(&linear, "ratios"),
-        ["forward", "backward", "sums forward", "sums backward"].map(beside_square)
+        [
+            "forward",
+            "backward",
+            "per channel forward",
+            "per channel backward",
+            "sums forward",
+            "sums backward"
+        ]
+        .map(beside_square)
     );
     let training = ["train", "--model", "nano", "--seq-len", "64"];
     assert_eq!(keys(&report(&place, &training), "ratios"), ["train_step / square_gemm"]);
