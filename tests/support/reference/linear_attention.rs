@@ -48,7 +48,7 @@ pub fn parameter_shapes(config: &ReferenceConfig) -> Vec<(&'static str, Vec<usiz
     projections.into_iter().map(|(name, outs)| (name, vec![outs, hidden])).chain(others).collect()
 }
 
-/// What a layer computes from each token alone.
+/// The projections of a layer.
 struct Projections {
     /// Queries, keys and values `[S, C]`, in the order of the channels of the convolution.
     mixed: Tensor,
