@@ -18,7 +18,7 @@ use ulysses_kernels::glu::Activation;
 pub enum MixerConfig {
     /// Attention, also latent attention.
     Attention(AttentionConfig),
-    /// Linear attention: Gated DeltaNet or Mamba 2.
+    /// Linear attention: Gated DeltaNet, Kimi Delta Attention or Mamba 2.
     LinearAttention(LinearAttentionConfig),
     /// Gated short convolution.
     ShortConv(ShortConvConfig),
@@ -133,7 +133,7 @@ pub enum TokenMixer {
     Attention(SelfAttention),
     /// Latent attention.
     LatentAttention(LatentAttention),
-    /// Linear attention: Gated DeltaNet or Mamba 2.
+    /// Linear attention: Gated DeltaNet, Kimi Delta Attention or Mamba 2.
     LinearAttention(LinearAttention),
     /// Gated short convolution.
     ShortConv(ShortConv),

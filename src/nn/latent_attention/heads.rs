@@ -8,7 +8,7 @@ use ulysses_kernels::rope::{self, Direction};
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 
 impl LatentAttention {
-    /// Rotates the last elements of every query, in place.
+    /// Rotates the last elements of every query, in place, if there is a rotary embedding.
     ///
     /// # Shapes
     /// `queries`: `[batch, seq_local, H, D]`.
@@ -18,6 +18,9 @@ impl LatentAttention {
         direction: Direction,
         pass: &ForwardPass<'_>,
     ) -> Result<(), LayerError> {
+        if self.shape.rope.is_none() {
+            return Ok(());
+        }
         let (batch, tokens, heads, _) = queries.dims4()?;
         let rotary = pass.workspace().alloc((batch, tokens, heads, self.latent.rope_head_dim))?;
         let (from, to) = (columns(queries, self.k_nope_dim(), &rotary), whole(0, &rotary));

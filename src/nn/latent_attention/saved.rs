@@ -7,7 +7,8 @@ use ulysses_kernels::tensor;
 /// State of a forward pass for its backward pass.
 pub struct LatentAttentionSaved {
     pub(super) attention: AttentionSaved,
-    /// `None` in a checkpoint, from which they are recomputed.
+    /// Latents before their norms, `[batch, seq_local, rank]`: of queries, if they have one, and of keys and values. `None` in a checkpoint,
+    /// from which they are recomputed.
     pub(super) latents: Option<Vec<Tensor>>,
 }
 
