@@ -127,7 +127,7 @@ impl Passes {
 
     fn cases(self) -> [Case<'static>; 6] {
         let [of_delta, of_sums] =
-            [true, false].map(|is_delta| self.layout.flops([self.head_dim; 2], is_delta));
+            [Rule::Delta, Rule::Sum { skip: () }].map(|rule| self.layout.flops([self.head_dim; 2], rule));
         let passes = Rc::new(self);
         let case = |name: &str, flops, run| Case::on(&passes, name, flops, run).against(SQUARE);
         [
@@ -140,23 +140,23 @@ impl Passes {
         ]
     }
 
-    fn sums(&self) -> Rule<'_> {
+    fn sums(&self) -> Rule<&Tensor> {
         Rule::Sum { skip: &self.skip }
     }
 
-    fn operands<'a>(&'a self, rule: Rule<'a>) -> Operands<'a> {
+    fn operands<'a>(&'a self, rule: Rule<&'a Tensor>) -> Operands<'a> {
         let [q, k, v, g, beta] = &self.inputs;
-        let g = if matches!(rule, Rule::ChannelDelta) { &self.channel_decays[0] } else { g };
+        let g = if rule.has_channel_decays() { &self.channel_decays[0] } else { g };
         Operands { q, k, v, g, beta, rule, layout: &self.layout }
     }
 
-    fn forward(&self, rule: Rule<'_>) -> Result<(), OpError> {
+    fn forward(&self, rule: Rule<&Tensor>) -> Result<(), OpError> {
         forward(&self.operands(rule), &self.o, &self.states, &self.workspace)
     }
 
-    fn backward(&self, rule: Rule<'_>) -> Result<(), OpError> {
+    fn backward(&self, rule: Rule<&Tensor>) -> Result<(), OpError> {
         let [dq, dk, dv, dg, dbeta] = &self.gradients;
-        let dg = if matches!(rule, Rule::ChannelDelta) { &self.channel_decays[1] } else { dg };
+        let dg = if rule.has_channel_decays() { &self.channel_decays[1] } else { dg };
         let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: None };
         backward(&self.operands(rule), &self.states, &self.dout, &gradients, &self.workspace)
     }

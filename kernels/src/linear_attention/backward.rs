@@ -31,7 +31,7 @@ pub fn backward(
     for argument in [("dq", dq), ("dk", dk)] {
         call.expect(argument, &sizes.key_shape())?;
     }
-    let dskip = dskip.filter(|_| !sizes.is_delta);
+    let dskip = dskip.filter(|_| !sizes.rule.is_delta());
     let of_gates: Vec<_> =
         [("dbeta", dbeta)].into_iter().chain(dskip.map(|dskip| ("dskip", dskip))).collect();
     of_gates.iter().try_for_each(|argument| call.expect(*argument, &sizes.gate_shape()))?;

@@ -1,5 +1,6 @@
 //! The documents and heads of a call.
 
+use super::Rule;
 use super::cuda::Plan;
 use super::segments::{CHUNK, STATE_INTERVAL};
 use crate::Documents;
@@ -55,9 +56,9 @@ impl LinearAttentionLayout {
 
     /// Floating-point operations of a forward pass with heads of `key_dim` and `value_dim` elements: those of the matmuls
     /// with the states, and within chunks of 64 tokens. The delta rule has more of both than a sum.
-    pub fn flops(&self, [key_dim, value_dim]: [usize; 2], is_delta: bool) -> f64 {
+    pub fn flops(&self, [key_dim, value_dim]: [usize; 2], rule: Rule) -> f64 {
         let tokens = (self.documents.batch() * self.documents.seq_len() * self.v_to_k.len()) as f64;
-        let [with_states, in_chunks] = if is_delta { [3, 2] } else { [2, 1] };
+        let [with_states, in_chunks] = if rule.is_delta() { [3, 2] } else { [2, 1] };
         let multiply_adds = with_states * key_dim * value_dim + CHUNK * in_chunks * (key_dim + value_dim);
         2.0 * multiply_adds as f64 * tokens
     }

@@ -34,6 +34,7 @@ mod cuda;
 mod forward;
 mod layout;
 pub mod reference;
+mod rule;
 mod segments;
 #[cfg(test)]
 mod tests;
@@ -41,6 +42,7 @@ mod tests;
 pub use backward::backward;
 pub use forward::forward;
 pub use layout::LinearAttentionLayout;
+pub use rule::Rule;
 
 use super::OpError;
 use super::Workspace;
@@ -65,24 +67,10 @@ pub struct Operands<'a> {
     pub g: &'a Tensor,
     /// Rates of the updates, `[B, S, Hv]` in f32.
     pub beta: &'a Tensor,
-    /// How a token changes the state.
-    pub rule: Rule<'a>,
+    /// How a token changes the state. The factors of the skip connection: `[Hv]` in the type of the elements.
+    pub rule: Rule<&'a Tensor>,
     /// The documents, and the key head of each value head.
     pub layout: &'a LinearAttentionLayout,
-}
-
-/// How a token changes the state.
-#[derive(Debug, Clone, Copy)]
-pub enum Rule<'a> {
-    /// The delta rule: the value stored under the key moves towards the token's value.
-    Delta,
-    /// The delta rule with a decay for each key channel of a token, as in Kimi Linear.
-    ChannelDelta,
-    /// The state is a decaying sum of keys and values, as in Mamba 2.
-    Sum {
-        /// The factor of the skip connection, `[Hv]` in the type of the elements.
-        skip: &'a Tensor,
-    },
 }
 
 /// Outputs of the backward pass, which are overwritten.
@@ -106,7 +94,7 @@ pub struct Gradients<'a> {
 fn report_flops(layout: &LinearAttentionLayout, sizes: &Sizes, is_backward: bool) {
     if dry::is_dry() {
         let passes = if is_backward { 2.0 } else { 1.0 };
-        let flops = passes * layout.flops([sizes.key_dim, sizes.value_dim], sizes.is_delta);
+        let flops = passes * layout.flops([sizes.key_dim, sizes.value_dim], sizes.rule);
         dry::report_flops(MatmulOp::Attention, is_backward, flops);
     }
 }
@@ -117,14 +105,7 @@ impl<'a> Operands<'a> {
     }
 
     fn skip(&self) -> Option<Argument<'a>> {
-        self.skip_tensor().map(|skip| ("skip", skip))
-    }
-
-    fn skip_tensor(&self) -> Option<&'a Tensor> {
-        match self.rule {
-            Rule::Delta | Rule::ChannelDelta => None,
-            Rule::Sum { skip } => Some(skip),
-        }
+        self.rule.skip().map(|skip| ("skip", skip))
     }
 
     fn sums(&self, states: Option<Argument<'a>>) -> Vec<Argument<'a>> {
@@ -137,7 +118,7 @@ impl<'a> Operands<'a> {
 
     /// The skip connection of each value head, if there is one.
     fn read_skip(&self, call: ArgCheck) -> Result<Option<impl Deref<Target = [f32]> + use<'a>>, OpError> {
-        self.skip_tensor().map(|skip| call.read(skip)).transpose()
+        self.rule.skip().map(|skip| call.read(skip)).transpose()
     }
 }
 
@@ -150,10 +131,7 @@ struct Sizes {
     value_heads: usize,
     key_dim: usize,
     value_dim: usize,
-    /// The rule is [`Rule::Delta`] or [`Rule::ChannelDelta`].
-    is_delta: bool,
-    /// The rule is [`Rule::ChannelDelta`].
-    has_channel_decays: bool,
+    rule: Rule,
 }
 
 impl Sizes {
@@ -170,10 +148,8 @@ impl Sizes {
         let ((key_heads, key_dim), (_, value_dim)) = (heads(("k", k))?, heads(("v", v))?);
         let (documents, value_heads) = (layout.documents(), layout.v_to_k().len());
         let (batch, seq_len) = (documents.batch(), documents.seq_len());
-        let has_channel_decays = matches!(rule, Rule::ChannelDelta);
-        let is_delta = has_channel_decays || matches!(rule, Rule::Delta);
-        let sizes =
-            Self { batch, seq_len, key_heads, value_heads, key_dim, value_dim, is_delta, has_channel_decays };
+        let rule = rule.kind();
+        let sizes = Self { batch, seq_len, key_heads, value_heads, key_dim, value_dim, rule };
         let shapes: [(Argument<'_>, &[usize]); 5] = [
             (("q", q), &sizes.key_shape()),
             (("k", k), &sizes.key_shape()),
@@ -202,12 +178,12 @@ impl Sizes {
 
     /// A number of elements that only the delta rule has.
     fn of_delta(&self, elems: usize) -> usize {
-        if self.is_delta { elems } else { 0 }
+        if self.rule.is_delta() { elems } else { 0 }
     }
 
     /// A number of elements that only decays per channel need.
     fn of_channels(&self, elems: usize) -> usize {
-        if self.has_channel_decays { elems } else { 0 }
+        if self.rule.has_channel_decays() { elems } else { 0 }
     }
 
     /// Calls `work` with the working memory of a call, from the workspace.
@@ -254,12 +230,12 @@ impl Sizes {
     }
 
     fn decay_shape(&self) -> Vec<usize> {
-        if self.has_channel_decays { self.key_shape().to_vec() } else { self.gate_shape().to_vec() }
+        if self.rule.has_channel_decays() { self.key_shape().to_vec() } else { self.gate_shape().to_vec() }
     }
 
     /// Heads that have decays, and the number that each has.
     fn decay_heads(&self) -> [usize; 2] {
-        if self.has_channel_decays { [self.key_heads, self.key_dim] } else { [self.value_heads, 1] }
+        if self.rule.has_channel_decays() { [self.key_heads, self.key_dim] } else { [self.value_heads, 1] }
     }
 
     fn gate_shape(&self) -> [usize; 3] {

@@ -1,6 +1,6 @@
 //! All rules in f64, one token after the other.
 
-use super::{LinearAttentionLayout, NORM_EPS};
+use super::{LinearAttentionLayout, NORM_EPS, Rule};
 
 /// The sizes of a call.
 #[derive(Debug, Clone)]
@@ -13,10 +13,8 @@ pub struct Problem {
     pub key_dim: usize,
     /// Elements of a value.
     pub value_dim: usize,
-    /// Whether the rule is the delta rule, and not a sum.
-    pub is_delta: bool,
-    /// Whether each key channel has its decay.
-    pub has_channel_decays: bool,
+    /// How a token changes the state.
+    pub rule: Rule,
 }
 
 /// Inputs, `[B, S, heads, dim]` and `[B, S, heads]`.
@@ -57,7 +55,7 @@ impl Problem {
             for (token, step) in tokens.iter().zip(steps) {
                 let o = &mut o[token.value * self.value_dim..][..self.value_dim];
                 o.copy_from_slice(&transposed_product(&step.state, &step.query));
-                if !self.is_delta {
+                if !self.rule.is_delta() {
                     let v = &inputs.v[token.value * self.value_dim..][..self.value_dim];
                     let skip = inputs.skip[token.value % self.layout.v_to_k().len()];
                     o.iter_mut().zip(v).for_each(|(o, v)| *o += skip * v);
@@ -95,7 +93,7 @@ impl Problem {
                 let derror: Vec<f64> = dupdate.iter().map(|d| beta * d).collect();
                 gradients.beta[token.value] = dot(&dupdate, &step.error);
                 gradients.v[token.value * dv..][..dv].copy_from_slice(&derror);
-                if self.is_delta {
+                if self.rule.is_delta() {
                     let negative: Vec<f64> = derror.iter().map(|d| -d).collect();
                     add(&mut dkey, &product(&step.decayed, &negative));
                     add_outer(&mut dstate, &step.key, &negative);
@@ -114,7 +112,7 @@ impl Problem {
                 }
 
                 let at = token.key * dk..(token.key + 1) * dk;
-                if !self.is_delta {
+                if !self.rule.is_delta() {
                     add(&mut gradients.q[at.clone()], &dquery);
                     add(&mut gradients.k[at], &dkey);
                     continue;
@@ -133,7 +131,7 @@ impl Problem {
 
     /// The index of the decay of a row of the state.
     fn decay_at(&self, token: &Token, channel: usize) -> usize {
-        if self.has_channel_decays { token.key * self.key_dim + channel } else { token.value }
+        if self.rule.has_channel_decays() { token.key * self.key_dim + channel } else { token.value }
     }
 
     /// Calls `work` with the tokens of each document and value head.
@@ -164,14 +162,18 @@ impl Problem {
         for token in tokens {
             let of_key = |x: &[f64], scale: f64| -> Vec<f64> {
                 let x = &x[token.key * dk..][..dk];
-                if self.is_delta { normalized(x).iter().map(|x| x * scale).collect() } else { x.to_vec() }
+                if self.rule.is_delta() {
+                    normalized(x).iter().map(|x| x * scale).collect()
+                } else {
+                    x.to_vec()
+                }
             };
             let (query, key) = (of_key(q, self.query_scale()), of_key(k, 1.0));
             let decay = |element: usize| g[self.decay_at(token, element / dv)].exp();
             let decayed: Vec<f64> = state.iter().enumerate().map(|(i, s)| s * decay(i)).collect();
             let recalled = transposed_product(&decayed, &key);
             let v = &v[token.value * dv..][..dv];
-            let error: Vec<f64> = match self.is_delta {
+            let error: Vec<f64> = match self.rule.is_delta() {
                 true => v.iter().zip(recalled).map(|(v, recalled)| v - recalled).collect(),
                 false => v.to_vec(),
             };

@@ -6,6 +6,7 @@ use crate::device::dry::DryDevice;
 use crate::tensor::TensorOptions;
 use crate::testing::*;
 use candle_core::{DType, Device};
+use std::convert::Infallible;
 
 /// Random inputs of a call, and a gradient of its output.
 struct Case {
@@ -14,12 +15,11 @@ struct Case {
     data: [Vec<f32>; 7],
 }
 
-fn rule<'a>(problem: &Problem, skip: &'a Tensor) -> Rule<'a> {
-    match problem.is_delta {
-        true if problem.has_channel_decays => Rule::ChannelDelta,
-        true => Rule::Delta,
-        false => Rule::Sum { skip },
-    }
+const SUM: Rule = Rule::Sum { skip: () };
+
+fn with_skip(rule: Rule, skip: &Tensor) -> Rule<&Tensor> {
+    let Ok(rule) = rule.try_with_skip(|()| Ok::<_, Infallible>(skip));
+    rule
 }
 
 /// The names of the outputs that [`Case::run`] returns: elements first, then sums in f32.
@@ -40,8 +40,7 @@ impl Case {
         let beta = random(6, gates).into_iter().map(|x| (x + 2.0) / 4.0).collect();
         let skip = random(7, v_to_k.len());
         let data = [random(1, keys), random(2, keys), random(3, values), random(4, values), skip, g, beta];
-        let (is_delta, has_channel_decays) = (true, false);
-        let problem = Problem { layout, key_heads, key_dim, value_dim, is_delta, has_channel_decays };
+        let problem = Problem { layout, key_heads, key_dim, value_dim, rule: Rule::Delta };
         Self { problem, data }
     }
 
@@ -53,7 +52,7 @@ impl Case {
 
     /// By [`Rule::ChannelDelta`].
     fn of_channels(mut self) -> Self {
-        self.problem.has_channel_decays = true;
+        self.problem.rule = Rule::ChannelDelta;
         self.data[5] = Self::decays(self.data[1].len());
         self
     }
@@ -69,7 +68,7 @@ impl Case {
 
     /// By [`Rule::Sum`], with keys so short that sums over a long document are of order 1.
     fn of_sums(mut self) -> Self {
-        self.problem.is_delta = false;
+        self.problem.rule = SUM;
         self.data[1].iter_mut().for_each(|x| *x *= 0.3);
         self
     }
@@ -128,19 +127,13 @@ impl Case {
     }
 
     fn name(&self) -> String {
-        let Problem { layout, key_heads, key_dim, value_dim, is_delta, has_channel_decays } = &self.problem;
+        let Problem { layout, key_heads, key_dim, value_dim, rule } = &self.problem;
         let (seq_len, v_to_k) = (layout.documents().seq_len(), layout.v_to_k());
-        let rule = match has_channel_decays {
-            true => "delta rule by channel",
-            false if *is_delta => "delta rule",
-            false => "sums",
-        };
-        format!("{rule}, {seq_len} tokens, {key_heads} key heads of {key_dim}, {v_to_k:?} of {value_dim}")
+        format!("{rule:?}, {seq_len} tokens, {key_heads} key heads of {key_dim}, {v_to_k:?} of {value_dim}")
     }
 
     fn sizes(&self) -> Sizes {
-        let Problem { ref layout, key_heads, key_dim, value_dim, is_delta, has_channel_decays } =
-            self.problem;
+        let Problem { ref layout, key_heads, key_dim, value_dim, rule } = self.problem;
         let documents = layout.documents();
         Sizes {
             batch: documents.batch(),
@@ -149,13 +142,8 @@ impl Case {
             value_heads: layout.v_to_k().len(),
             key_dim,
             value_dim,
-            is_delta,
-            has_channel_decays,
+            rule,
         }
-    }
-
-    fn rule<'a>(&self, skip: &'a Tensor) -> Rule<'a> {
-        rule(&self.problem, skip)
     }
 
     /// The shapes of q, k, v, dout, skip, g and beta.
@@ -180,7 +168,7 @@ impl Case {
         let Problem { ref layout, key_dim, value_dim, .. } = self.problem;
         let [q, k, v, dout, skip, g, beta] = &self.tensors(dtype);
         let workspace = Workspace::with_options(TensorOptions { device: device(), dtype });
-        let operands = Operands { q, k, v, g, beta, rule: self.rule(skip), layout };
+        let operands = Operands { q, k, v, g, beta, rule: with_skip(self.problem.rule, skip), layout };
         let dirty = |like: &Tensor| rounded(like.dtype(), &vec![f32::NAN; like.elem_count()], like.dims()).0;
         let (o, states) = (dirty(v), output(&layout.states_shape(key_dim, value_dim)));
         forward(&operands, &o, &states, &workspace).unwrap();
@@ -188,8 +176,11 @@ impl Case {
         forward(&operands, &o_without_states, None, &workspace).unwrap();
         assert_eq!(read(&o), read(&o_without_states), "saved states change the output");
         let [dq, dk, dv, dg, dbeta] = [q, k, v, g, beta].map(dirty);
-        let dskip =
-            if self.problem.is_delta { tensor(&vec![0.0; beta.elem_count()], beta.dims()) } else { dirty(g) };
+        let dskip = if self.problem.rule.is_delta() {
+            tensor(&vec![0.0; beta.elem_count()], beta.dims())
+        } else {
+            dirty(g)
+        };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv, dg: &dg, dbeta: &dbeta, dskip: Some(&dskip) };
         backward(&operands, &states, dout, &gradients, &workspace).unwrap();
         ([&o, &dq, &dk, &dv, &dg, &dbeta, &dskip].map(read), workspace.free_bytes())
@@ -256,7 +247,7 @@ fn sums_agree_with_mamba_2_of_transformers() {
     const DSKIP: [f32; 4] = [-0.388_755, -0.080_317, 0.508_565, -0.501_934];
     const A: [f32; 4] = [-0.05, -0.1, -0.15, -0.2];
     let mut case = Case::new(&[&[0, 70]], &[0, 0, 1, 1], 2, [5, 3]);
-    case.problem.is_delta = false;
+    case.problem.rule = SUM;
     case.fill_with_waves();
     let [.., g, beta] = &mut case.data;
     beta.iter_mut().for_each(|beta| *beta = 0.5 + 0.4 * *beta);
@@ -438,7 +429,7 @@ fn run_dry(case: &Case, kind: DeviceKind, threads: usize) -> ([Result<(), OpErro
             let [q, k, v, dout, skip, g, beta] = &shapes.clone().map(|shape| zeros(&shape));
             let [dq, dk, dv, o, _, dg, dbeta] = &shapes.map(|shape| zeros(&shape));
             let (states, workspace) = (zeros(&states), Workspace::new());
-            let rule = rule(&problem, skip);
+            let rule = with_skip(problem.rule, skip);
             let operands = Operands { q, k, v, g, beta, rule, layout: &layout };
             let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: None };
             let results = [

@@ -59,7 +59,7 @@ impl LinearAttention {
         };
         shard(parameters, self.dt_bias, 0, &of_decays);
         shard(parameters, self.a_log, self.a_log_dim(), values);
-        self.skip.into_iter().for_each(|skip| shard(parameters, skip, 0, values));
+        self.rule.skip().into_iter().for_each(|skip| shard(parameters, skip, 0, values));
         self.norm.divide(parameters, &heads, &of_values, tp)?;
         self.shape = shape;
         Ok(())

@@ -15,10 +15,8 @@ pub(super) struct RecurrenceOperands {
     pub(super) qkv: [Tensor; 3],
     /// Decay and rate, in f32.
     pub(super) gates: [Tensor; 2],
-    /// The heads' skip connections, of Mamba 2.
-    pub(super) skip: Option<Tensor>,
-    /// Whether each channel of the keys has its decay.
-    pub(super) has_channel_decays: bool,
+    /// With the heads' skip connections.
+    pub(super) rule: Rule<Tensor>,
     pub(super) layout: LinearAttentionLayout,
 }
 
@@ -30,9 +28,7 @@ impl RecurrenceOperands {
     /// The operands with other values.
     pub(super) fn with_values<'a>(&'a self, v: &'a Tensor) -> linear_attention::Operands<'a> {
         let ([q, k, _], [g, beta]) = (&self.qkv, &self.gates);
-        let delta = if self.has_channel_decays { Rule::ChannelDelta } else { Rule::Delta };
-        let rule = self.skip.as_ref().map_or(delta, |skip| Rule::Sum { skip });
-        linear_attention::Operands { q, k, v, g, beta, rule, layout: &self.layout }
+        linear_attention::Operands { q, k, v, g, beta, rule: self.rule.as_ref(), layout: &self.layout }
     }
 
     /// Recycles all but the skip connections, which are those of the parameter.
@@ -42,9 +38,10 @@ impl RecurrenceOperands {
     }
 
     /// Also recycles the skip connections, which are a copy.
-    pub(super) fn recycle_all(mut self, pass: &ForwardPass<'_>) {
-        pass.recycle(self.skip.take());
-        self.recycle(pass);
+    pub(super) fn recycle_all(self, pass: &ForwardPass<'_>) {
+        pass.recycle(self.qkv);
+        pass.recycle(self.gates);
+        pass.recycle(self.rule.skip());
     }
 }
 
@@ -101,7 +98,7 @@ impl LinearAttention {
         let gate = |like: &Tensor| ws.alloc_f32(like.dims());
         let dgates = [gate(&operands.gates[0])?, gate(&operands.gates[1])?];
         let ([dq, dk, dv], [dg, dbeta]) = (&dqkv, &dgates);
-        let dskip = operands.skip.as_ref().map(|_| gate(&operands.gates[1])).transpose()?;
+        let dskip = operands.rule.as_ref().skip().map(|_| gate(&operands.gates[1])).transpose()?;
         let gradients = linear_attention::Gradients { dq, dk, dv, dg, dbeta, dskip: dskip.as_ref() };
         linear_attention::backward(&operands.borrow(), &states, dout, &gradients, ws)?;
         operands.recycle(forward);
@@ -132,7 +129,7 @@ impl LinearAttention {
         share: &HeadShare,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
-        if let (Some(dskip), Some(skip)) = (&dskip, self.skip) {
+        if let (Some(dskip), Some(skip)) = (&dskip, self.rule.skip()) {
             let gradient = self.head_gradient(skip, share, pass)?;
             gradient
                 .map_or(Ok(()), |gradient| add_bias_gradient(dskip, &gradient, pass.forward.workspace()))?;
@@ -197,14 +194,8 @@ impl LinearAttention {
         let qkv = [conv(q, 0)?, conv(k, 1)?, conv(v, 2)?];
         let gates = self.gates(a, b.as_ref(), share, pass)?;
         let layout = pass.ctx.linear_attention_layout(&share.v_to_k(self.shape.heads()));
-        let skip = self.skip.map(|skip| self.of_heads(&pass[skip], share)).transpose()?;
-        Ok(RecurrenceOperands {
-            qkv,
-            gates,
-            skip,
-            has_channel_decays: self.shape.has_channel_decays(),
-            layout,
-        })
+        let rule = self.rule.try_with_skip(|skip| self.of_heads(&pass[skip], share))?;
+        Ok(RecurrenceOperands { qkv, gates, rule, layout })
     }
 
     /// Decay and rate of some heads.

@@ -52,6 +52,7 @@ use gated_norm::GatedNorm;
 use mixed::Mixed;
 use std::ops::Range;
 use ulysses_kernels::glu::Activation::{Sigmoid, Silu};
+use ulysses_kernels::linear_attention::Rule;
 
 /// The bounds of exp(A_log) at first, as in transformers.
 const DECAYS: [f64; 2] = [0.01, 16.0];
@@ -75,8 +76,8 @@ pub struct LinearAttention {
     channels: [Range<usize>; 3],
     dt_bias: Parameter,
     a_log: Parameter,
-    /// D of Mamba 2: the skip connection of each head.
-    skip: Option<Parameter>,
+    /// With the skip connection of each head: D of Mamba 2.
+    rule: Rule<Parameter>,
     norm: GatedNorm,
 }
 
@@ -123,7 +124,7 @@ impl LinearAttention {
         let norm = Norm::new(parameters, "linear_attn.norm", value_head_dim, NormConfig::from(eps));
         let (mixed, z) = (mixed.map(Projection::Direct), Projection::Direct(z));
         let (convs, norm) = ([conv; 3], GatedNorm::OfHeads(norm, Silu));
-        Self { shape, mixed, z, out, convs, channels, dt_bias, a_log, skip: None, norm }
+        Self { shape, mixed, z, out, convs, channels, dt_bias, a_log, rule: Rule::Delta, norm }
     }
 
     fn kimi_delta(
@@ -155,7 +156,7 @@ impl LinearAttention {
         let (qkv, b) = (qkv.map(Projection::Direct), b.map(Projection::Direct));
         let (mixed, channels) = (Mixed { qkv, b, a }, [0..dim, 0..dim, 0..dim]);
         let norm = GatedNorm::OfHeads(norm, Sigmoid);
-        Self { shape, mixed, z, out, convs, channels, dt_bias, a_log, skip: None, norm }
+        Self { shape, mixed, z, out, convs, channels, dt_bias, a_log, rule: Rule::ChannelDelta, norm }
     }
 
     /// Adds the parameters of Mamba 2 under `name`.
@@ -189,13 +190,13 @@ impl LinearAttention {
         let mut of_heads = |part: &str, init| parameters.add(&named(part), [heads], init);
         let dt_bias = of_heads("dt_bias", time_step_bias);
         let a_log = of_heads("A_log", Init::LogUniform { bounds: MAMBA_DECAYS });
-        let skip = Some(of_heads("D", Init::Ones));
+        let rule = Rule::Sum { skip: of_heads("D", Init::Ones) };
         let groups = [num_key_heads, value_dim / num_key_heads];
         let norm =
             GatedNorm::OfGroups(Norm::group(parameters, &named("norm"), groups, NormConfig::from(eps)));
         let mixed = Mixed { qkv: [q, k, v], b: None, a }.map(Projection::Direct);
         let (z, convs) = (Projection::Direct(z), [conv; 3]);
-        Self { shape, mixed, z, out, convs, channels, dt_bias, a_log, skip, norm }
+        Self { shape, mixed, z, out, convs, channels, dt_bias, a_log, rule, norm }
     }
 
     /// Exchanges the output of the heads, or its gradient.

@@ -94,7 +94,7 @@ impl LinearAttention {
         let like = |tensor: &Tensor| ws.alloc_f32(tensor.dims());
         let ([q, k, v], [g, beta]) = (&operands.qkv, &operands.gates);
         let (dqkv, dgates) = ([like(q)?, like(k)?, like(v)?], [like(g)?, like(beta)?]);
-        let dskip = operands.skip.as_ref().map(|_| like(beta)).transpose()?;
+        let dskip = operands.rule.as_ref().skip().map(|_| like(beta)).transpose()?;
         let ([dq, dk, dv], [dg, dbeta]) = (&dqkv, &dgates);
         let gradients = Gradients { dq, dk, dv, dg, dbeta, dskip: dskip.as_ref() };
         let states = states.unwrap_or_else(|| unreachable!("every rank has all heads"));
@@ -160,7 +160,7 @@ impl LinearAttention {
             Ok(y)
         };
         let qkv = [conv(0)?, conv(1)?, conv(2)?];
-        let unit = if self.is_delta() { UNIT } else { 1.0 };
+        let unit = if self.rule.is_delta() { UNIT } else { 1.0 };
         extended.write_units_before(unit, &qkv[1], 0, ws)?;
         extended.write_units_after(unit, &qkv[0], ws)?;
         let [g, beta] = self.gates(a, b.as_ref(), &share, pass)?;
@@ -171,9 +171,8 @@ impl LinearAttention {
             cast(&pass[skip], &in_f32)?;
             Ok(in_f32)
         };
-        let skip = self.skip.map(in_f32).transpose()?;
-        let (has_channel_decays, layout) = (self.shape.has_channel_decays(), extended.recurrence().clone());
-        Ok(RecurrenceOperands { qkv, gates, skip, has_channel_decays, layout })
+        let rule = self.rule.try_with_skip(in_f32)?;
+        Ok(RecurrenceOperands { qkv, gates, rule, layout: extended.recurrence().clone() })
     }
 
     /// The output over extended tokens, with the states at some of them for the backward pass if `keep`.
@@ -232,13 +231,9 @@ impl LinearAttention {
         self.shape.heads().share(1, 0)
     }
 
-    fn is_delta(&self) -> bool {
-        self.shape.mamba2().is_none()
-    }
-
     /// The factor of the queries.
     fn query_scale(&self) -> f32 {
-        if self.is_delta() { 1.0 / (self.shape.key_head_dim as f32).sqrt() } else { 1.0 }
+        if self.rule.is_delta() { 1.0 / (self.shape.key_head_dim as f32).sqrt() } else { 1.0 }
     }
 }
 

@@ -219,7 +219,7 @@ impl<'a> HeadBuffers<'a> {
                 k_inverse_norms: take(sizes.of_delta(tokens)),
                 qk: take(tokens * CHUNK),
                 kk: take(sizes.of_delta(tokens * CHUNK)),
-                channels: sizes.has_channel_decays.then(|| ChannelRows {
+                channels: sizes.rule.has_channel_decays().then(|| ChannelRows {
                     decay: take(tokens * key_dim),
                     q: take(tokens * key_dim),
                     k: take(tokens * key_dim),

@@ -90,14 +90,14 @@ fn write_keys<T: Float>(
     let (rows, dim, at) = (segment.rows(chunk), problem.sizes.key_dim, (key.sequence, key.head));
     let of_chunk = rows.start * dim..rows.end * dim;
     let (q, k) = (&key.q[of_chunk.clone()], &key.k[of_chunk.clone()]);
-    if problem.sizes.has_channel_decays {
+    if problem.sizes.rule.has_channel_decays() {
         let (mut gradients, dg) = buffers.of_rows();
         channels::finish(q, k, &mut gradients, dg);
         // SAFETY: no other task has these tokens of this sequence and key head.
         unsafe { outputs.dg.head(at, &chunk.tokens) }.round_from(dg);
     }
     let Buffers { dq, dk, .. } = buffers;
-    if problem.sizes.is_delta {
+    if problem.sizes.rule.is_delta() {
         normalize_backward(q, dim, problem.query_scale(), &key.q_inverse_norms[rows.clone()], dq);
         normalize_backward(k, dim, 1.0, &key.k_inverse_norms[rows], dk);
     }
@@ -266,7 +266,7 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         let updates = self.transposed(updates);
         multiply_f32(MatMut::new(da, len, len, CHUNK), Store::Overwrite, 1.0, self.dout(), updates);
         let (q, k) = (self.keys(self.q), self.keys(self.k));
-        if !self.sizes.is_delta {
+        if !self.sizes.rule.is_delta() {
             attention_gradients(self.qk, self.decay, da, &mut self.sums.decay);
             let da = Mat::new(da, len, len, CHUNK);
             multiply_f32(self.keys_mut(dq), Store::Add, 1.0, da, k);
@@ -295,7 +295,7 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         let state = self.transposed_state(state, |block| block.slot(block.states, self.chunk.state));
         multiply_f32(self.keys_mut(term), Store::Overwrite, 1.0, self.dout(), state);
         self.add_read(term, self.decays, self.q, dq);
-        if !self.sizes.is_delta {
+        if !self.sizes.rule.is_delta() {
             return;
         }
         multiply_f32(self.keys_mut(term), Store::Overwrite, -1.0, self.transposed(gradients).t(), state);

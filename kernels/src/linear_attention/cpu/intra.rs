@@ -87,7 +87,7 @@ impl KeyTask<'_> {
         let (len, dim) = (tokens.len(), problem.sizes.key_dim);
         problem.q.gather_f32(at, &tokens, q);
         problem.k.gather_f32(at, &tokens, k);
-        let is_delta = problem.sizes.is_delta;
+        let is_delta = problem.sizes.rule.is_delta();
         if is_delta {
             normalize(q, dim, problem.query_scale(), q_inverse_norms);
             normalize(k, dim, 1.0, k_inverse_norms);
@@ -114,7 +114,7 @@ impl KeyTask<'_> {
 impl ValueTask<'_> {
     fn run<T: Float>(self, problem: &Problem<'_, T>) {
         let Self { at, tokens, kk, decay, beta, inverse } = self;
-        match problem.sizes.has_channel_decays {
+        match problem.sizes.rule.has_channel_decays() {
             true => decay.fill(0.0),
             false => _ = problem.g.gather_f32(at, &tokens, decay),
         }
@@ -124,7 +124,7 @@ impl ValueTask<'_> {
             sum += *decay;
             *decay = sum;
         }
-        if problem.sizes.is_delta {
+        if problem.sizes.rule.is_delta() {
             invert(kk, decay, beta, inverse);
         }
     }

@@ -164,7 +164,7 @@ impl ChunkTask<'_, '_> {
             None => block.state.fill(0.0),
             Some(slot) => block.states[slot * dim * width..][..dim * width].copy_from_slice(block.state),
         }
-        match self.chunk.state.filter(|_| problem.sizes.is_delta) {
+        match self.chunk.state.filter(|_| problem.sizes.rule.is_delta()) {
             None => T::widen_rows(values, stride, errors, width, [len, width]),
             Some(_) => {
                 T::widen_rows(values, stride, a, width, [len, width]);
@@ -173,7 +173,7 @@ impl ChunkTask<'_, '_> {
                 subtract_recalled(errors, a, &self.decays, width);
             }
         }
-        if problem.sizes.is_delta {
+        if problem.sizes.rule.is_delta() {
             scale_rows(errors, self.beta, b, width);
             let scaled = Mat::new(b, len, width, width);
             let updates = MatMut::new(updates, len, width, width);
@@ -210,7 +210,7 @@ impl ChunkTask<'_, '_> {
                 add_scaled_rows(gradients, a, &self.decays_to_end, width);
             }
         }
-        if sizes.is_delta {
+        if sizes.rule.is_delta() {
             let (into, dupdates) =
                 (MatMut::new(a, len, width, width), Mat::new(gradients, len, width, width));
             multiply_f32(into, Store::Overwrite, 1.0, self.inverse().t(), dupdates);
@@ -227,7 +227,7 @@ impl ChunkTask<'_, '_> {
                 multiply_f32(dstate, Store::Add, sign, lhs.t(), Mat::new(rows, len, width, width));
             };
             dstate(q, a, 1.0);
-            if sizes.is_delta {
+            if sizes.rule.is_delta() {
                 scale_rows(gradients, self.beta, b, width);
                 scale_rows_in_place(b, &self.decays[..len], width);
                 dstate(k, b, -1.0);

@@ -5,7 +5,7 @@ mod plan;
 
 pub(super) use plan::Plan;
 
-use super::{Gradients, Operands, Sizes};
+use super::{Gradients, Operands, Rule, Sizes};
 use crate::device::sources::{LINEAR_ATTENTION_BACKWARD, LINEAR_ATTENTION_FORWARD};
 use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher};
 use bytemuck::NoUninit;
@@ -75,10 +75,10 @@ fn value_row(sizes: &Sizes) -> usize {
 /// A kernel that exists for each rule.
 macro_rules! of_rule {
     ($sizes:expr, $name:literal) => {
-        match $sizes.is_delta {
-            true if $sizes.has_channel_decays => concat!($name, "_channel_delta"),
-            true => concat!($name, "_delta"),
-            false => concat!($name, "_sum"),
+        match $sizes.rule {
+            Rule::Delta => concat!($name, "_delta"),
+            Rule::ChannelDelta => concat!($name, "_channel_delta"),
+            Rule::Sum { .. } => concat!($name, "_sum"),
         }
     };
 }
@@ -104,7 +104,7 @@ pub(super) fn forward(
     let table = layout.table(o.device())?;
     let outputs: Vec<_> = [o, scratch].into_iter().chain(states).collect();
     let Operands { q, k, v, g, beta, .. } = *operands;
-    let inputs: Vec<_> = [q, k, v, g, beta, &table].into_iter().chain(operands.skip_tensor()).collect();
+    let inputs: Vec<_> = [q, k, v, g, beta, &table].into_iter().chain(operands.rule.skip()).collect();
     launcher.open_slices(&outputs, &inputs, |addresses| {
         let (outputs, inputs) = addresses.split_at(outputs.len());
         let [q, k, v, g, beta, table] = std::array::from_fn(|i| inputs[i]);
@@ -138,7 +138,7 @@ pub(super) fn backward(
     let table = layout.table(dq.device())?;
     let Operands { q, k, v, g, beta, .. } = *operands;
     let outputs: Vec<_> = [dq, dk, dv, dg, dbeta, scratch].into_iter().chain(dskip).collect();
-    let inputs = [q, k, v, g, beta, &table, states, dout].into_iter().chain(operands.skip_tensor());
+    let inputs = [q, k, v, g, beta, &table, states, dout].into_iter().chain(operands.rule.skip());
     launcher.open_slices(&outputs, &inputs.collect::<Vec<_>>(), |addresses| {
         let (outputs, inputs) = addresses.split_at(outputs.len());
         let [dq, dk, dv, dg, dbeta, scratch] = std::array::from_fn(|i| outputs[i]);
