@@ -13,10 +13,11 @@ mod python;
 #[path = "../support/mod.rs"]
 mod support;
 
+use candle_core::{Device, Tensor};
 use libtest_mimic::{Arguments, Trial};
 use python::Python;
-use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -203,6 +204,7 @@ fn imported(python: &Python, family: &str) {
     let factor =
         if ["qwen3_5", "qwen3_5_vision", "qwen3_next"].contains(&family) { 4.0 * FACTOR } else { FACTOR };
     compare(python, &place, factor, &[&made[..], &[("hf", ("2x2", 3))]].concat());
+    compare_documents(&place);
     if family.ends_with("vision") {
         // Also checks that all other tensors are there, unchanged.
         python.run(&place, &["same_tensors.py", "made", "hf"]);
@@ -250,11 +252,39 @@ fn compare(python: &Python, place: &Workplace, factor: f64, runs: &[(&str, (&str
     }
 }
 
+/// Compares packed documents on meshes with each of them alone on one rank: losses, logits, gradients, and parameters after steps. Some
+/// end within a rank's tokens, one is as long as three ranks' tokens, and some are a token.
+fn compare_documents(place: &Workplace) {
+    const LENS: [[i64; 4]; 4] = [[3, 1, 31, 5], [38, 0, 0, 2], [1, 1, 14, 24], [9, 11, 10, 10]];
+    let positions = LENS.iter().flatten().flat_map(|len| 0..*len);
+    write_tensors(
+        &place.path("packed.safetensors"),
+        [("input_ids", text()), ("position_ids", positions.collect())],
+    );
+    for (mesh, stage) in
+        [("1x3", "2"), ("2x2", "3"), ("ring=2,ulysses=2", "1"), ("pp=2,ring=2,ulysses=1,tp=2", "1")]
+    {
+        let config = format!("stage{stage}.json");
+        let packed = ["verify", "--packing", "--model", "made", "--batch", "packed.safetensors"];
+        place
+            .run(&[&packed[..], &["--mesh", mesh, "--config", &config, "--steps", "2"]].concat())
+            .assert_done();
+    }
+}
+
 /// Writes four sequences of 40 bytes of text.
 fn write_batch(path: &Path) {
+    write_tensors(path, [("input_ids", text())]);
+}
+
+fn text() -> Vec<i64> {
     let text = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs. ";
-    let ids: Vec<u8> =
-        text.bytes().cycle().take(160).flat_map(|byte| i64::from(byte).to_le_bytes()).collect();
-    let view = TensorView::new(Dtype::I64, vec![4, 40], &ids).unwrap();
-    safetensors::serialize_to_file([("input_ids", view)], None, path).unwrap();
+    text.bytes().cycle().take(160).map(i64::from).collect()
+}
+
+/// Writes tensors of four sequences of 40 tokens.
+fn write_tensors<const N: usize>(path: &Path, tensors: [(&str, Vec<i64>); N]) {
+    let tensor = |values| Tensor::from_vec(values, (4, 40), &Device::Cpu).unwrap();
+    let tensors = HashMap::from(tensors.map(|(name, values)| (name, tensor(values))));
+    candle_core::safetensors::save(&tensors, path).unwrap();
 }

@@ -245,14 +245,15 @@ FAMILIES = {
         "block_auto_adjust_ff_dim": False,
         "tie_word_embeddings": False,
     },
-    # Two groups of heads, and time steps of which some are clamped.
+    # Three groups of heads, and time steps of which some are clamped.
     "granite_hybrid": {
         "model_type": "granitemoehybrid",
         "layer_types": HYBRID,
         "num_local_experts": 0,
         "shared_intermediate_size": 96,
-        "mamba_n_heads": 8,
-        "mamba_n_groups": 2,
+        "mamba_expand": 3,
+        "mamba_n_heads": 6,
+        "mamba_n_groups": 3,
         "mamba_d_state": 12,
         "time_step_limit": (0.3, 1.2),
         "embedding_multiplier": 3.0,
@@ -271,7 +272,7 @@ FAMILIES = {
         "mamba_conv_bias": False,
         "position_embedding_type": "rope",
     },
-    # Two groups of heads in an odd number of elements, and time steps of which some are clamped.
+    # Three groups of heads in an odd number of elements, and time steps of which some are clamped.
     "nemotron_h": {
         "model_type": "nemotron_h",
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
@@ -279,7 +280,7 @@ FAMILIES = {
         "intermediate_size": 75,
         "mamba_num_heads": 6,
         "mamba_head_dim": 9,
-        "n_groups": 2,
+        "n_groups": 3,
         "ssm_state_size": 11,
         "chunk_size": 16,
         "time_step_min": 0.4,
