@@ -1,7 +1,7 @@
 //! Time that a rank spends in collectives, for any backend.
 
 use super::{Call, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
-use crate::mesh::{PP_AXIS, RING_AXIS};
+use crate::mesh::{PP_AXIS, RING_AXIS, TP_AXIS};
 use candle_core::Device;
 use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
@@ -92,7 +92,7 @@ pub struct EachCall {
 /// Seconds by kind of communication.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct CommSeconds {
-    /// All-to-alls of the Ulysses exchange: along any axis but the ring.
+    /// All-to-alls of the Ulysses exchange: along any axis but ring, tp and pp.
     pub all_to_all: f64,
     /// The part of them in the waits of exchanges: communication that compute did not hide.
     pub exposed_exchange: f64,
@@ -102,6 +102,8 @@ pub struct CommSeconds {
     pub exposed_ring: f64,
     /// All operations along pp: waiting for messages of other pipeline stages, and sending to them.
     pub pp: f64,
+    /// All operations along tp: gathers and sums around the modules that its ranks divide.
+    pub tp: f64,
     /// Other operations along any axis but sp: dp, ZeRO partitions and their replicas.
     pub dp: f64,
     /// Other operations along sp.
@@ -111,7 +113,7 @@ pub struct CommSeconds {
 impl CommSeconds {
     /// The total.
     pub fn total(self) -> f64 {
-        self.all_to_all + self.ring + self.pp + self.dp + self.sp
+        self.all_to_all + self.ring + self.pp + self.tp + self.dp + self.sp
     }
 }
 
@@ -122,6 +124,7 @@ impl std::ops::AddAssign for CommSeconds {
         self.ring += other.ring;
         self.exposed_ring += other.exposed_ring;
         self.pp += other.pp;
+        self.tp += other.tp;
         self.dp += other.dp;
         self.sp += other.sp;
     }
@@ -236,12 +239,14 @@ impl Totals {
         times.seconds += seconds;
         match (op, axis) {
             (_, PP_AXIS) => {}
+            (_, TP_AXIS) => of_phase.tp += seconds,
             (CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided, RING_AXIS) => of_phase.ring += seconds,
             (CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided, _) => of_phase.all_to_all += seconds,
             (_, "sp") => of_phase.sp += seconds,
             _ => of_phase.dp += seconds,
         }
         match (op, axis) {
+            (_, TP_AXIS) => {}
             (CollectiveOp::AllToAllStrided, RING_AXIS) => of_phase.exposed_ring += waiting,
             (CollectiveOp::AllToAllStrided, _) => of_phase.exposed_exchange += waiting,
             _ => {}
@@ -366,6 +371,8 @@ mod tests {
         totals.count(kind("sp", CollectiveOp::AllReduce), "forward", 16.0, 32.0);
         totals.count(kind(RING_AXIS, CollectiveOp::AllToAllStrided), "forward", 64.0, 128.0);
         totals.count(kind("ulysses", CollectiveOp::AllToAllStrided), "forward", 0.25, 0.5);
+        totals.count(kind(TP_AXIS, CollectiveOp::AllToAllStrided), "forward", 256.0, 512.0);
+        totals.count(kind(TP_AXIS, CollectiveOp::AllReduce), "forward", 0.125, 0.125);
         totals.count(kind(PP_AXIS, CollectiveOp::Recv), "forward", 0.5, 1.0);
         totals.count(kind(PP_AXIS, CollectiveOp::AllReduce), "", 2.0, 4.0);
         let expected = CommSeconds {
@@ -374,11 +381,12 @@ mod tests {
             ring: 192.0,
             exposed_ring: 128.0,
             pp: 1.5,
+            tp: 768.25,
             dp: 0.0,
             sp: 48.0,
         };
         assert_eq!(totals.by_phase["forward"], expected);
-        assert_eq!(expected.total(), 15.75 + 192.0 + 1.5 + 48.0);
+        assert_eq!(expected.total(), 15.75 + 192.0 + 1.5 + 768.25 + 48.0);
         // Those outside of steps are none of theirs, and messages are no collectives.
         assert_eq!((totals.pp_seconds, totals.by_phase[""].pp), (1.5, 6.0));
         assert!(totals.calls.keys().all(|kind| kind.op != CollectiveOp::Recv));

@@ -59,6 +59,7 @@ impl StepTimes {
             ring_seconds: comm.ring,
             exposed_ring_seconds: comm.exposed_ring,
             pp_comm_seconds: comm.pp,
+            tp_comm_seconds: comm.tp,
             dp_comm_seconds: comm.dp,
             sp_comm_seconds: comm.sp,
             compute_seconds: (step_seconds - data_seconds - comm.total()).max(0.0),

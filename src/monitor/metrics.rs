@@ -102,6 +102,8 @@ pub struct TimeShares {
     pub exposed_ring_seconds: f64,
     /// Along pp: waiting for messages of other pipeline stages, and sending to them.
     pub pp_comm_seconds: f64,
+    /// Along tp: gathers and sums around the modules that its ranks divide.
+    pub tp_comm_seconds: f64,
     /// In other collectives along dp: ZeRO's gathers and reductions.
     pub dp_comm_seconds: f64,
     /// In other collectives along sp: sums of gradients and of single values.
@@ -111,7 +113,7 @@ pub struct TimeShares {
 }
 
 impl TimeShares {
-    /// Returns the time in collectives other than all-to-alls and those between pipeline stages.
+    /// Returns the time in collectives along dp and sp other than all-to-alls.
     pub fn other_comm_seconds(&self) -> f64 {
         self.dp_comm_seconds + self.sp_comm_seconds
     }

@@ -45,11 +45,12 @@ fn times(metrics: &Metrics) -> Vec<String> {
     if time.forward_seconds == 0.0 {
         return Vec::new();
     }
-    let ring = (time.ring_seconds > 0.0).then_some(("ring", time.ring_seconds));
     let parts = [("compute", time.compute_seconds), ("all-to-all", time.all_to_all_seconds)].into_iter();
-    let stages = (time.pp_comm_seconds > 0.0).then_some(("other stages", time.pp_comm_seconds));
-    let others = time.other_comm_seconds();
-    let parts = parts.chain(ring).chain(stages).chain([("other comm", others), ("data", *data_seconds)]);
+    let of_axes =
+        [("ring", time.ring_seconds), ("tp", time.tp_comm_seconds), ("other stages", time.pp_comm_seconds)];
+    let of_axes = of_axes.into_iter().filter(|(_, seconds)| *seconds > 0.0);
+    let parts =
+        parts.chain(of_axes).chain([("other comm", time.other_comm_seconds()), ("data", *data_seconds)]);
     parts.map(|(what, seconds)| format!("{what} {:.0} %", 100.0 * seconds / step_seconds)).collect()
 }
 
@@ -169,11 +170,11 @@ mod tests {
         let metrics = Metrics { time, step_seconds: 2.0, data_seconds: 0.1, ..Metrics::default() };
         assert_eq!(times(&metrics).join(", "), "compute 60 %, all-to-all 25 %, other comm 10 %, data 5 %");
         assert_eq!(times(&Metrics::default()), [""; 0]);
-        let time = TimeShares { ring_seconds: 0.2, compute_seconds: 1.0, ..time };
+        let time = TimeShares { ring_seconds: 0.2, tp_comm_seconds: 0.4, compute_seconds: 0.6, ..time };
         let metrics = Metrics { time, ..metrics };
         assert_eq!(
             times(&metrics).join(", "),
-            "compute 50 %, all-to-all 25 %, ring 10 %, other comm 10 %, data 5 %"
+            "compute 30 %, all-to-all 25 %, ring 10 %, tp 20 %, other comm 10 %, data 5 %"
         );
     }
 

@@ -5,10 +5,11 @@ use crate::template::chart::{Chart, Scale, Series, Unit};
 use serde_json::Value;
 
 /// Parts of the step time: names and metric keys. Collectives count the time inside their calls.
-const BY_ACTIVITY: [(&str, &str); 7] = [
+const BY_ACTIVITY: [(&str, &str); 8] = [
     ("compute", "compute_seconds"),
     ("all-to-all", "all_to_all_seconds"),
     ("ring", "ring_seconds"),
+    ("tp: gathers and sums around divided modules", "tp_comm_seconds"),
     ("pp: waiting for other stages", "pp_comm_seconds"),
     ("dp: all-gather, reduce-scatter, all-reduce", "dp_comm_seconds"),
     ("sp: all-reduce", "sp_comm_seconds"),

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Keys of a step that must be non-negative numbers.
-const OF_STEP: [&str; 21] = [
+const OF_STEP: [&str; 22] = [
     "lr",
     "grad_norm",
     "tokens",
@@ -24,6 +24,7 @@ const OF_STEP: [&str; 21] = [
     "ring_seconds",
     "exposed_ring_seconds",
     "pp_comm_seconds",
+    "tp_comm_seconds",
     "dp_comm_seconds",
     "sp_comm_seconds",
     "gemm_share",

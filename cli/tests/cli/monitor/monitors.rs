@@ -58,6 +58,7 @@ fn a_single_rank_spends_no_time_in_communication() {
             "ring_seconds",
             "exposed_ring_seconds",
             "pp_comm_seconds",
+            "tp_comm_seconds",
             "dp_comm_seconds",
             "sp_comm_seconds",
         ] {

@@ -15,7 +15,7 @@ use std::fs::File;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-const METRICS: [&str; 38] = [
+const METRICS: [&str; 39] = [
     "step",
     "loss",
     "lr",
@@ -49,6 +49,7 @@ const METRICS: [&str; 38] = [
     "ring_seconds",
     "exposed_ring_seconds",
     "pp_comm_seconds",
+    "tp_comm_seconds",
     "dp_comm_seconds",
     "sp_comm_seconds",
     "compute_seconds",
