@@ -87,6 +87,7 @@
 pub mod checkpoint;
 pub mod comm;
 pub mod config;
+mod config_file;
 pub mod data;
 pub mod engine;
 pub mod estimate;

@@ -6,8 +6,8 @@
 
 use super::config::{Config, ResolvedAuto};
 use super::raw::RawConfig;
-use super::reader::Auto as Given;
-use super::vocabulary::{Auto, Default, Effect, Key};
+use crate::config_file::reader::Auto;
+use crate::config_file::vocabulary::{AutoValue, DefaultValue, Effect, Key};
 use crate::mesh::{SeqSharding, UlyssesLimits};
 use serde_json::Value;
 
@@ -55,7 +55,7 @@ impl Config {
 pub(super) fn resolve_autos(raw: &RawConfig, config: &Config) -> Vec<ResolvedAuto> {
     // Serialization fails only for sizes that JSON cannot hold.
     let written = serde_json::to_value(config).unwrap_or_default();
-    let resolve = |Given { path, key }: &Given| match path.as_str() {
+    let resolve = |Auto { path, key }: &Auto| match path.as_str() {
         RING_SIZE => ResolvedAuto {
             key: path.clone(),
             value: None,
@@ -101,7 +101,9 @@ fn value_of(key: &Key, path: &str, written: &Value) -> Option<Value> {
     // As in `ulysses.parameter_groups[0].lr_scale`.
     let place = format!("/{}", path.replace(['.', '['], "/").replace(']', ""));
     let fixed = || match (key.auto, key.default) {
-        (Auto::Is(literal), _) | (Auto::AsDefault, Default::Is(literal)) => Some(literal.to_json()),
+        (AutoValue::Is(literal), _) | (AutoValue::AsDefault, DefaultValue::Is(literal)) => {
+            Some(literal.to_json())
+        }
         _ => None,
     };
     // A disabled section, such as `fp16`, is not written.
@@ -111,8 +113,10 @@ fn value_of(key: &Key, path: &str, written: &Value) -> Option<Value> {
 fn source_of(key: &Key) -> String {
     match (key.effect, key.auto, key.default) {
         (Effect::Ignored(why), ..) => format!("no effect: {why}"),
-        (_, Auto::Is(_), _) => TRAINER.to_owned(),
-        (_, Auto::Derived(from), _) | (_, Auto::AsDefault, Default::Derived(from)) => format!("from {from}"),
-        (_, Auto::AsDefault, _) => "the default".to_owned(),
+        (_, AutoValue::Is(_), _) => TRAINER.to_owned(),
+        (_, AutoValue::Derived(from), _) | (_, AutoValue::AsDefault, DefaultValue::Derived(from)) => {
+            format!("from {from}")
+        }
+        (_, AutoValue::AsDefault, _) => "the default".to_owned(),
     }
 }

@@ -1,11 +1,8 @@
 //! The resolved configuration: [`Config`].
 
-use super::define::words::{choice, count, index, number, section};
-use super::define::{Keys, choices, keys, section_keys};
 use super::error::ConfigError;
 use super::overrides::Overrides;
 use super::raw::RawConfig;
-use super::reader::Note;
 use super::sections::activation_checkpointing::ActivationCheckpointingConfig;
 use super::sections::checkpoint::CheckpointConfig;
 use super::sections::data::DataSource;
@@ -16,7 +13,10 @@ use super::sections::scheduler::{LrSchedule, SchedulerConfig};
 use super::sections::tensor_parallel::TensorParallelConfig;
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::{Offload, PartitionAxes, ZeroConfig};
-use super::vocabulary::{Entry, Key, Literal, entries_of};
+use crate::config_file::define::words::{choice, count, index, number, section};
+use crate::config_file::define::{Keys, choices, keys, section_keys};
+use crate::config_file::reader::Note;
+use crate::config_file::vocabulary::{Entry, Key, Literal, entries_of};
 use crate::mesh::{
     MeshError, MeshShape, MeshSpec, PlacedMesh, RankHosts, SeqSharding, ShardShape, TrainingShape,
 };

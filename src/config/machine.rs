@@ -1,11 +1,11 @@
 //! Machine profiles: the rates that planned step times are computed from.
 
-use super::define::words::{count, integer, key, number, positive, section, text};
-use super::define::{Keys, keys, section_keys};
 use super::error::ConfigError;
-use super::reader::{Report, Section, check, parse_file, read};
 use super::sections::precision::Precision;
-use super::vocabulary::{Key, Value};
+use crate::config_file::define::words::{count, integer, key, number, positive, section, text};
+use crate::config_file::define::{Keys, keys, section_keys};
+use crate::config_file::reader::{Report, Section, check, parse_file, read};
+use crate::config_file::vocabulary::{Key, Value};
 use std::path::Path;
 use std::sync::LazyLock;
 

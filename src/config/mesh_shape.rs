@@ -1,6 +1,6 @@
 //! The sizes of the mesh axes, on which a file, or the flags that replace its sizes, and the world size must agree.
 
-use super::reader::Position;
+use crate::config_file::reader::Position;
 use crate::mesh::{MeshShape, PerAxis};
 use std::fmt;
 

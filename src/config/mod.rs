@@ -1,14 +1,13 @@
 //! The training configuration: JSON with DeepSpeed's keys, checked and resolved.
 //!
-//! Each key is defined once, as a field of the struct of its section: see `sections`, and `define` for the syntax of a
-//! definition. Reading order of the module:
+//! Each key is defined once, as a field of the struct of its section: see `sections`, and `config_file` for the syntax of a
+//! definition and for how a file is read. Reading order of the module:
 //!
 //! 1. `sections` are the sections of the file, [`Config`] is the whole file;
-//! 2. `vocabulary` builds the tree of all keys from their fields and a table of DeepSpeed's other keys: type, range,
+//! 2. the vocabulary is the tree of all keys, from their fields and a table of DeepSpeed's other keys: type, range,
 //!    default, value of `"auto"`, and whether the key is supported, without effect or refused;
-//! 3. `reader` parses strict JSON into a tree with positions, checks it against the vocabulary, collects every error
-//!    (file, line, column, excerpt, key path, valid values) and reads the sections. [`RawConfig`] is a valid file,
-//!    not yet complete;
+//! 3. [`RawConfig`] is a valid file, not yet complete. Otherwise every error is reported: file, line, column, excerpt, key
+//!    path, valid values;
 //! 4. [`Settings`] change values of the file before it is checked. [`RawConfig::resolve`] adds the other flags
 //!    ([`Overrides`]), resolves mesh and batch sizes, and returns a complete [`Config`];
 //! 5. [`LrSchedule`] turns the scheduler section into a learning rate per step.
@@ -37,7 +36,6 @@ mod auto;
 mod batch;
 #[expect(clippy::module_inception, reason = "the module is named after its type")]
 mod config;
-pub(crate) mod define;
 mod describe;
 mod error;
 mod machine;
@@ -45,16 +43,17 @@ mod mesh_shape;
 mod overrides;
 mod partial;
 mod raw;
-pub(crate) mod reader;
 mod resolve;
 mod rule_keys;
 mod sections;
 mod settings;
-pub(crate) mod vocabulary;
 
 #[cfg(test)]
 mod tests;
 
+pub use crate::config_file::ConfigFileError;
+pub use crate::config_file::reader::{Diagnostic, Excerpt, Note, Position, Problem, Severity};
+pub use crate::config_file::vocabulary::DEEPSPEED_VERSION;
 pub use crate::mesh::MeshShape;
 pub use crate::optim::{Adagrad, Adam, Lamb, Lion, OptimizerConfig, Sgd};
 pub use batch::{BatchError, BatchSizes};
@@ -66,7 +65,6 @@ pub use mesh_shape::{MeshShapeError, SizeOrigin, StatedSize, StatedSizes};
 pub use overrides::Overrides;
 pub use partial::{PartiallyResolved, UnresolvedValue};
 pub use raw::RawConfig;
-pub use reader::{Diagnostic, Excerpt, Note, Position, Problem, Severity};
 pub use sections::activation_checkpointing::ActivationCheckpointingConfig;
 pub use sections::chat_date::ChatDate;
 pub use sections::checkpoint::{CheckpointConfig, OnSaveError};
@@ -89,4 +87,3 @@ pub use sections::tensor_parallel::{
 pub use sections::ulysses::{AttentionChoice, Backend, CommCheck, CommConfig, UlyssesConfig};
 pub use sections::zero::{Offload, PartitionAxes, ZeroConfig, ZeroStage};
 pub use settings::{Setting, Settings};
-pub use vocabulary::DEEPSPEED_VERSION;

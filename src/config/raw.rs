@@ -1,10 +1,8 @@
 //! A checked config file: [`RawConfig`].
 
 use super::config::{Config, LossNormalization, root};
-use super::define::Keys;
 use super::error::ConfigError;
 use super::mesh_shape::{StatedSize, StatedSizes};
-use super::reader::{Excerpt, Position, Remarks, Report, Section, check, parse_file, read, without_comments};
 use super::rule_keys;
 use super::sections::checkpoint::CheckpointConfig;
 use super::sections::mesh::stated_sizes;
@@ -12,6 +10,11 @@ use super::sections::precision::Precision;
 use super::sections::ulysses::Backend;
 use super::sections::zero::stated_shard_sizes;
 use super::settings::Settings;
+use crate::config_file::ConfigFileError;
+use crate::config_file::define::Keys;
+use crate::config_file::reader::{
+    Excerpt, Position, Remarks, Report, Section, check, parse_file, read, without_comments,
+};
 use crate::mesh::MeshShape;
 use std::path::Path;
 use std::time::Duration;
@@ -91,7 +94,9 @@ impl RawConfig {
         let with_keys = rules.filter(|(_, rule)| !rule.keys.is_null()).map(|(index, _)| {
             let of_rule = Self::read_text(text, file, settings, Some(index));
             of_rule.map(|raw| (index, raw)).map_err(|source| match source {
-                ConfigError::Invalid { .. } => ConfigError::RuleKeys { index, source: Box::new(source) },
+                ConfigError::File(ConfigFileError::Invalid { .. }) => {
+                    ConfigError::RuleKeys { index, source: Box::new(source) }
+                }
                 other => other,
             })
         });

@@ -7,13 +7,13 @@ use super::error::ConfigError;
 use super::mesh_shape::{MeshShapeError, SizeOrigin, StatedSize, StatedSizes, shard_size};
 use super::overrides::Overrides;
 use super::raw::RawConfig;
-use super::reader::Note;
 use super::sections::mesh_rules::AppliedRule;
 use super::sections::mesh_spec::StatedMesh;
 use super::sections::pipeline::PipelineSchedule;
 use super::sections::scheduler::SchedulerConfig;
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::PartitionAxes;
+use crate::config_file::reader::Note;
 use crate::mesh::{MeshShape, PP_AXIS, TP_AXIS};
 
 impl RawConfig {

@@ -2,11 +2,11 @@
 //! and `--zero-partition-axes`.
 //!
 //! Values are inserted into the parsed tree, so the same checks apply. Their offsets are after the end of the file's
-//! text; [`Report`](super::reader::Report) recognizes them by that, and names the flag instead of a line.
+//! text; [`Report`](crate::config_file::reader::Report) recognizes them by that, and names the flag instead of a line.
 
 use super::error::ConfigError;
-use super::reader::{abbreviated, parse};
 use super::sections::zero::PartitionAxes;
+use crate::config_file::reader::{abbreviated, parse};
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::Ranged;
 

@@ -2,8 +2,8 @@
 
 use super::rule::{Optimizer, Rule, Shared, Step};
 use super::{EPS, LR, WEIGHT_DECAY};
-use crate::config::define::keys;
-use crate::config::define::words::number;
+use crate::config_file::define::keys;
+use crate::config_file::define::words::number;
 use ulysses_kernels::optimizer::adagrad::AdagradParams;
 
 keys! {

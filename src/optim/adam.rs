@@ -2,9 +2,9 @@
 
 use super::rule::{Optimizer, Rule, Shared, Step};
 use super::{BETAS, EPS, LR, WEIGHT_DECAY};
-use crate::config::define::keys;
-use crate::config::define::words::flag;
-use crate::config::reader::Section;
+use crate::config_file::define::keys;
+use crate::config_file::define::words::flag;
+use crate::config_file::reader::Section;
 use ulysses_kernels::optimizer::adamw::AdamParams;
 
 keys! {

@@ -2,7 +2,7 @@
 
 use super::rule::{Optimizer, Rule, Shared, Step};
 use super::{BETAS, LR, WEIGHT_DECAY};
-use crate::config::define::keys;
+use crate::config_file::define::keys;
 use ulysses_kernels::optimizer::lion::LionParams;
 
 keys! {

@@ -14,10 +14,10 @@ pub use lion::Lion;
 pub(crate) use rule::{Optimizer, Rule, Step};
 pub use sgd::Sgd;
 
-use crate::config::define::words::{at_least, number, two_below_1};
-use crate::config::define::{Keys, declare_variants, variants, write_variant};
-use crate::config::reader::{Report, Section};
-use crate::config::vocabulary::{Key, Literal};
+use crate::config_file::define::words::{at_least, number, two_below_1};
+use crate::config_file::define::{Keys, declare_variants, variants, write_variant};
+use crate::config_file::reader::{Report, Section};
+use crate::config_file::vocabulary::{Key, Literal};
 use serde_json::{Map, Value as Json};
 use std::sync::LazyLock;
 

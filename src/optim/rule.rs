@@ -1,6 +1,6 @@
 //! The interface of an optimizer to the config and to ZeRO.
 
-use crate::config::reader::Section;
+use crate::config_file::reader::Section;
 use ulysses_kernels::optimizer::{ElementStep, TensorStep};
 
 /// The parameters of an optimizer.

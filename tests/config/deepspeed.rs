@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::{
-    Config, ConfigError, DynamicLossScale, LossScale, Offload, OptimizerConfig, Overrides, Precision,
-    RawConfig, Sgd, ZeroStage,
+    Config, ConfigError, ConfigFileError, DynamicLossScale, LossScale, Offload, OptimizerConfig, Overrides,
+    Precision, RawConfig, Sgd, ZeroStage,
 };
 use ulysses::data::{Corpus, DataLoader, DataRank, LoaderOptions, PackedSequences};
 use ulysses::engine::initialize;
@@ -155,7 +155,8 @@ fn a_file_that_offloads_trains_where_its_directory_is_and_names_it_where_it_is_n
 #[test]
 fn unsupported_files_are_refused_key_by_key() {
     for (name, keys) in REFUSED {
-        let Err(ConfigError::Invalid { diagnostics, omitted: 0, .. }) = resolve(name) else {
+        let Err(ConfigError::File(ConfigFileError::Invalid { diagnostics, omitted: 0, .. })) = resolve(name)
+        else {
             panic!("{name} is refused")
         };
         let refused: Vec<_> = diagnostics.iter().map(|diagnostic| diagnostic.key.as_str()).collect();

@@ -10,7 +10,7 @@ use proptest::sample::select;
 use proptest::test_runner::{Config as Settings, RngSeed};
 use serde_json::Value;
 use std::path::PathBuf;
-use ulysses::config::{Config, ConfigError, json_schema};
+use ulysses::config::{Config, ConfigError, ConfigFileError, json_schema};
 use ulysses::memory::PeakMeter;
 
 /// Maximum number of listed errors, and maximum bytes of one with its excerpt.
@@ -52,7 +52,7 @@ fn answer_within(max_fixed_bytes: u64, text: &str) -> Result<(), TestCaseError> 
             let message = error.to_string();
             prop_assert!(message.starts_with("c.json"), "{}", message);
             prop_assert!(message.len() <= MAX_FAULTS * MAX_FAULT_BYTES, "{} bytes", message.len());
-            if let ConfigError::Invalid { diagnostics, omitted, .. } = error {
+            if let ConfigError::File(ConfigFileError::Invalid { diagnostics, omitted, .. }) = error {
                 prop_assert!(!diagnostics.is_empty() && diagnostics.len() <= MAX_FAULTS);
                 prop_assert!(omitted == 0 || diagnostics.len() == MAX_FAULTS);
                 let num_lines = text.split('\n').count();

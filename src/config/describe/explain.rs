@@ -1,8 +1,9 @@
 //! `ulysses config explain KEY`.
 
 use crate::config::config::entries;
-use crate::config::vocabulary::{
-    Auto, Default, Effect, Entry, Harmless, Key, Literal, Synonym, Value, absent, nearest, synonym_of,
+use crate::config_file::vocabulary::{
+    AutoValue, DefaultValue, Effect, Entry, Harmless, Key, Literal, Synonym, Value, absent, nearest,
+    synonym_of,
 };
 use std::fmt::{self, Write};
 
@@ -125,18 +126,18 @@ fn explanation(entry: &Entry) -> String {
 
 pub(crate) fn default_text(entry: &Entry) -> String {
     match entry.key.default {
-        Default::Is(literal) => literal.to_string(),
-        Default::Derived(from) => from.to_owned(),
-        Default::Required => "none: required".to_owned(),
+        DefaultValue::Is(literal) => literal.to_string(),
+        DefaultValue::Derived(from) => from.to_owned(),
+        DefaultValue::Required => "none: required".to_owned(),
     }
 }
 
 /// Returns the value of `"auto"`, if it is not the default.
 pub(crate) fn auto_text(entry: &Entry) -> Option<String> {
     match entry.key.auto {
-        Auto::AsDefault => None,
-        Auto::Is(literal) => Some(literal.to_string()),
-        Auto::Derived(from) => Some(from.to_owned()),
+        AutoValue::AsDefault => None,
+        AutoValue::Is(literal) => Some(literal.to_string()),
+        AutoValue::Derived(from) => Some(from.to_owned()),
     }
 }
 

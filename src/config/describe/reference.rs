@@ -2,7 +2,7 @@
 
 use super::explain::{auto_text, default_text, effect_text};
 use crate::config::config::entries;
-use crate::config::vocabulary::{DEEPSPEED_VERSION, Effect, Entry, Value};
+use crate::config_file::vocabulary::{DEEPSPEED_VERSION, Effect, Entry, Value};
 use std::fmt::Write;
 
 /// Returns the reference of all keys, in Markdown. `docs/config.md` is this text, as a test checks;

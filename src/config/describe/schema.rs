@@ -2,8 +2,8 @@
 
 use super::explain::effect_text;
 use crate::config::config::root;
-use crate::config::vocabulary::{
-    DEEPSPEED_VERSION, Default, Effect, Harmless, Key, Literal, Max, Range, Value as Kind, Variant,
+use crate::config_file::vocabulary::{
+    DEEPSPEED_VERSION, DefaultValue, Effect, Harmless, Key, Literal, Max, Range, Value as Kind, Variant,
 };
 use serde_json::{Map, Value, json};
 
@@ -45,7 +45,7 @@ fn stages_of_offload() -> Value {
 fn object(keys: &'static [Key]) -> Value {
     let properties: Map<_, _> = keys.iter().map(|key| (key.name.to_owned(), property(key))).collect();
     let required: Vec<_> =
-        keys.iter().filter(|key| matches!(key.default, Default::Required)).map(|key| key.name).collect();
+        keys.iter().filter(|key| matches!(key.default, DefaultValue::Required)).map(|key| key.name).collect();
     let mut object = json!({ "type": "object", "additionalProperties": false, "properties": properties });
     object["patternProperties"] = json!({ "^_": {} });
     if !required.is_empty() {
@@ -63,7 +63,7 @@ fn object(keys: &'static [Key]) -> Value {
 fn variant_of(params: &str, variant: &Variant) -> Value {
     let mut alternative = json!({ "properties": { "type": { "enum": names_of(variant) } } });
     alternative["properties"][params] = object(variant.params);
-    if variant.params.iter().any(|key| matches!(key.default, Default::Required)) {
+    if variant.params.iter().any(|key| matches!(key.default, DefaultValue::Required)) {
         alternative["required"] = json!([params]);
     }
     alternative
@@ -82,7 +82,7 @@ fn property(key: &'static Key) -> Value {
         _ => with_words(key, value(key.value)),
     };
     schema["description"] = description(key).into();
-    if let Default::Is(default) = key.default {
+    if let DefaultValue::Is(default) = key.default {
         schema["default"] = default.to_json();
     }
     if matches!(key.effect, Effect::Renamed(_)) {

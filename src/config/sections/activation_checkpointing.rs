@@ -1,8 +1,8 @@
 //! The `activation_checkpointing` section.
 
-use crate::config::define::keys;
-use crate::config::define::words::flag;
-use crate::config::reader::Section;
+use crate::config_file::define::keys;
+use crate::config_file::define::words::flag;
+use crate::config_file::reader::Section;
 
 keys! {
     /// Storage of checkpointed activations; `ulysses.activation_checkpointing` switches checkpointing on.

@@ -1,7 +1,7 @@
 //! `ulysses.chat_date`: the date that chat templates print.
 
-use crate::config::define::Setting;
-use crate::config::reader::Section;
+use crate::config_file::define::KeyValue;
+use crate::config_file::reader::Section;
 use serde_json::Value as Json;
 use std::fmt;
 use std::str::FromStr;
@@ -70,7 +70,7 @@ impl fmt::Display for ChatDate {
     }
 }
 
-impl Setting for ChatDate {
+impl KeyValue for ChatDate {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         match section.text(name)?.parse() {
             Ok(date) => Some(date),

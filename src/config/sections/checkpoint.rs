@@ -1,8 +1,8 @@
 //! The `checkpoint` section: when and how a run saves its state.
 
-use crate::config::define::words::{choice, count, flag, index};
-use crate::config::define::{Keys, choices, keys};
-use crate::config::reader::Section;
+use crate::config_file::define::words::{choice, count, flag, index};
+use crate::config_file::define::{Keys, choices, keys};
+use crate::config_file::reader::Section;
 
 keys! {
     /// Interval, retention and form of checkpoints.

@@ -1,9 +1,9 @@
 //! The sizes of the mesh, at the top of the file.
 
-use crate::config::define::keys;
-use crate::config::define::words::count;
 use crate::config::mesh_shape::{SizeOrigin, StatedSize, StatedSizes};
-use crate::config::reader::Section;
+use crate::config_file::define::keys;
+use crate::config_file::define::words::count;
+use crate::config_file::reader::Section;
 use crate::mesh::MeshShape;
 
 keys! {

@@ -1,7 +1,7 @@
 //! `ulysses.mesh`: a mesh with the order of its ranks.
 
-use crate::config::define::Setting;
-use crate::config::reader::Section;
+use crate::config_file::define::KeyValue;
+use crate::config_file::reader::Section;
 use crate::mesh::{Cluster, MeshError, MeshSpec, Preset, TrainingShape};
 use serde_json::{Map, Value as Json, json};
 
@@ -61,7 +61,7 @@ fn is_size(error: &MeshError) -> bool {
     matches!(error, MeshError::CannotInfer { .. } | MeshError::WorldSizeMismatch { .. })
 }
 
-impl Setting for MeshSpec {
+impl KeyValue for MeshSpec {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         let text = section.mesh(name)?;
         match Self::parse(&text).and_then(|spec| check(&spec).map(|()| spec)) {

@@ -1,10 +1,10 @@
 //! Logs, profilers and monitors besides `metrics.jsonl`: `wall_clock_breakdown`, `comms_logger`, `flops_profiler`,
 //! `tensorboard` and `csv_monitor`.
 
-use crate::config::define::words::{count, flag, key, section, text};
-use crate::config::define::{Setting, keys};
-use crate::config::reader::Section;
-use crate::config::vocabulary::Value;
+use crate::config_file::define::words::{count, flag, key, section, text};
+use crate::config_file::define::{KeyValue, keys};
+use crate::config_file::reader::Section;
+use crate::config_file::vocabulary::Value;
 use serde_json::Value as Json;
 
 keys! {
@@ -105,7 +105,7 @@ const COLLECTIVE_NAMES: [&str; COLLECTIVES.len()] = {
 };
 
 /// An array of names, converted to lower case.
-impl Setting for Vec<String> {
+impl KeyValue for Vec<String> {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         let names = section.texts(name).into_iter().flatten();
         Some(names.map(|name| name.to_ascii_lowercase()).collect())

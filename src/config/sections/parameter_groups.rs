@@ -1,9 +1,9 @@
 //! `ulysses.parameter_groups`: parameters with their own optimizer settings.
 
-use crate::config::define::words::{flag, number, text};
-use crate::config::define::{Keys, Setting, keys, section_keys};
-use crate::config::reader::Section;
-use crate::config::vocabulary::{Key, Value};
+use crate::config_file::define::words::{flag, number, text};
+use crate::config_file::define::{KeyValue, Keys, keys, section_keys};
+use crate::config_file::reader::Section;
+use crate::config_file::vocabulary::{Key, Value};
 use regex::{RegexSet, RegexSetBuilder};
 use serde_json::Value as Json;
 
@@ -69,7 +69,7 @@ impl ParameterGroup {
     }
 }
 
-impl Setting for Vec<ParameterGroup> {
+impl KeyValue for Vec<ParameterGroup> {
     fn complete(key: Key, path: &str) -> Key {
         Key { value: Value::Sections(section_keys::<ParameterGroup>(path, None)), ..key }
     }
@@ -88,7 +88,7 @@ impl Setting for Vec<ParameterGroup> {
     }
 
     fn written(&self) -> Option<Json> {
-        (!self.is_empty()).then(|| self.iter().filter_map(Setting::written).collect())
+        (!self.is_empty()).then(|| self.iter().filter_map(KeyValue::written).collect())
     }
 }
 
@@ -160,7 +160,7 @@ impl PartialEq for NamePattern {
     }
 }
 
-impl Setting for NamePattern {
+impl KeyValue for NamePattern {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         let pattern = Self::new(&section.text(name)?);
         pattern.map_err(|expected| section.contradiction(name, &expected)).ok()

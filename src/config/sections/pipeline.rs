@@ -1,8 +1,8 @@
 //! `ulysses.pipeline`: the stages of pipeline parallelism, and the order of their passes.
 
-use crate::config::define::words::{choice, count, counts};
-use crate::config::define::{choices, keys};
 use crate::config::mesh_shape::stages_of_each;
+use crate::config_file::define::words::{choice, count, counts};
+use crate::config_file::define::{choices, keys};
 use std::ops::Range;
 
 keys! {

@@ -1,9 +1,9 @@
 //! The `fp16` and `bf16` sections, and the dtype of gradients in reductions.
 
-use crate::config::define::words::{count, flag, integer, number, section};
-use crate::config::define::{Keys, Setting, choices, keys};
-use crate::config::reader::Section;
-use crate::config::vocabulary::{Key, Literal};
+use crate::config_file::define::words::{count, flag, integer, number, section};
+use crate::config_file::define::{KeyValue, Keys, choices, keys};
+use crate::config_file::reader::Section;
+use crate::config_file::vocabulary::{Key, Literal};
 use candle_core::DType;
 use serde_json::{Map, Value as Json, json};
 

@@ -1,10 +1,10 @@
 //! `tensor_parallel`: how the ranks of tp divide weights, by patterns of names.
 
 use super::parameter_groups::NamePattern;
-use crate::config::define::words::{choice, key, section};
-use crate::config::define::{Keys, Setting, choices, keys, section_keys};
-use crate::config::reader::Section;
-use crate::config::vocabulary::{Key, Value};
+use crate::config_file::define::words::{choice, key, section};
+use crate::config_file::define::{KeyValue, Keys, choices, keys, section_keys};
+use crate::config_file::reader::Section;
+use crate::config_file::vocabulary::{Key, Value};
 use serde_json::Value as Json;
 
 /// Limit on the time and memory that a hostile file can take: specs, and patterns of each.
@@ -120,7 +120,7 @@ impl LayerSpec {
     }
 }
 
-impl Setting for Vec<LayerSpec> {
+impl KeyValue for Vec<LayerSpec> {
     fn complete(key: Key, path: &str) -> Key {
         Key { value: Value::Sections(section_keys::<LayerSpec>(path, None)), ..key }
     }
@@ -139,11 +139,11 @@ impl Setting for Vec<LayerSpec> {
     }
 
     fn written(&self) -> Option<Json> {
-        (!self.is_empty()).then(|| self.iter().filter_map(Setting::written).collect())
+        (!self.is_empty()).then(|| self.iter().filter_map(KeyValue::written).collect())
     }
 }
 
-impl Setting for Vec<NamePattern> {
+impl KeyValue for Vec<NamePattern> {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         let texts = section.texts(name);
         if texts.is_empty() || texts.len() > MAX_PATTERNS {

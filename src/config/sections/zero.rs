@@ -1,10 +1,10 @@
 //! The `zero_optimization` section.
 
-use crate::config::define::words::{choice, integer, key, section, text};
-use crate::config::define::{Keys, Setting, choices, keys};
 use crate::config::mesh_shape::{SizeOrigin, StatedSize};
-use crate::config::reader::Section;
-use crate::config::vocabulary::{Key, Value};
+use crate::config_file::define::words::{choice, integer, key, section, text};
+use crate::config_file::define::{KeyValue, Keys, choices, keys};
+use crate::config_file::reader::Section;
+use crate::config_file::vocabulary::{Key, Value};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 use ulysses_kernels::device::DeviceKind;
@@ -127,7 +127,7 @@ impl Serialize for PartitionAxes {
     }
 }
 
-impl Setting for PartitionAxes {
+impl KeyValue for PartitionAxes {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         if !section.names(name) || section.is_auto(name) {
             return Some(Self::default());
@@ -244,7 +244,7 @@ impl Offload {
     }
 }
 
-impl Setting for ZeroStage {
+impl KeyValue for ZeroStage {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         match section.is_switched_on() {
             true => Some(Self::OptimizerStates), // the old form

@@ -280,7 +280,9 @@ fn all_errors_of_a_file_are_reported_at_once_in_its_order() {
     let text = "{\n  \"train_batch_size\": 0,\n  \"sede\": 1,\n  \"ulysses\": { \"steps\": 1.5 },\n  \
                 \"zero_optimization\": { \"stage\": -1 },\n  \"train_batch_size\": 4\n}";
     let error = RawConfig::from_json_str(text, "c.json");
-    let Err(ConfigError::Invalid { diagnostics, omitted: 0, .. }) = error else { panic!("{error:?}") };
+    let Err(ConfigError::File(ConfigFileError::Invalid { diagnostics, omitted: 0, .. })) = error else {
+        panic!("{error:?}")
+    };
     let places: Vec<_> =
         diagnostics.iter().map(|d| (d.position.line, d.position.column, d.key.as_str())).collect();
     assert_eq!(

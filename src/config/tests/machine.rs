@@ -1,6 +1,8 @@
 //! Machine profiles: what is read is what was written, and what is wrong is named with its place.
 
-use crate::config::{ConfigError, LinkRates, Links, MachineProfile, Precision, Rates, RatesByFormat};
+use crate::config::{
+    ConfigError, ConfigFileError, LinkRates, Links, MachineProfile, Precision, Rates, RatesByFormat,
+};
 use serde_json::{Value, json};
 
 fn profile() -> MachineProfile {
@@ -86,6 +88,12 @@ fn errors_name_the_key_and_the_valid_values() {
 
 #[test]
 fn a_file_that_is_not_a_profile_is_an_error() {
-    assert!(matches!(MachineProfile::from_file("no/such/file.json"), Err(ConfigError::Read { .. })));
-    assert!(matches!(MachineProfile::from_json_str("[]", "m.json"), Err(ConfigError::Invalid { .. })));
+    assert!(matches!(
+        MachineProfile::from_file("no/such/file.json"),
+        Err(ConfigError::File(ConfigFileError::Read { .. }))
+    ));
+    assert!(matches!(
+        MachineProfile::from_json_str("[]", "m.json"),
+        Err(ConfigError::File(ConfigFileError::Invalid { .. }))
+    ));
 }

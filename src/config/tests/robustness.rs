@@ -31,7 +31,7 @@ fn huge_files_are_refused() {
         [Config::from_file(&path).unwrap_err(), Config::from_json_str(&text, "huge.json").unwrap_err()]
     {
         assert!(
-            matches!(error, ConfigError::TooLarge { limit_bytes, .. } if limit_bytes == limit),
+            matches!(error, ConfigError::File(ConfigFileError::TooLarge { limit_bytes, .. }) if limit_bytes == limit),
             "{error}"
         );
     }
@@ -50,7 +50,8 @@ fn a_file_of_100_mb_is_refused_after_its_first_16() {
 fn errors_at_the_end_of_a_long_line_are_shown_with_its_end() {
     let faults = "\"k\":0,".repeat(99);
     let text = format!("{{{}{faults}\"seed\":-1}}", " ".repeat(15 << 20));
-    let Err(ConfigError::Invalid { diagnostics, omitted: 0, .. }) = RawConfig::from_json_str(&text, "c.json")
+    let Err(ConfigError::File(ConfigFileError::Invalid { diagnostics, omitted: 0, .. })) =
+        RawConfig::from_json_str(&text, "c.json")
     else {
         panic!("accepted")
     };
@@ -65,10 +66,13 @@ fn files_that_cannot_be_read_are_named() {
     let missing = directory.path().join("none.json");
     let error = Config::from_file(&missing).unwrap_err();
     assert!(error.to_string().contains("none.json"), "{error}");
-    assert!(matches!(Config::from_file(directory.path()), Err(ConfigError::Read { .. })));
+    assert!(matches!(
+        Config::from_file(directory.path()),
+        Err(ConfigError::File(ConfigFileError::Read { .. }))
+    ));
     let not_utf8 = directory.path().join("latin1.json");
     fs::write(&not_utf8, b"{\"ulysses\": {\"data\": \"gr\xf6\xdfe\"}}").unwrap();
-    assert!(matches!(Config::from_file(&not_utf8), Err(ConfigError::Read { .. })));
+    assert!(matches!(Config::from_file(&not_utf8), Err(ConfigError::File(ConfigFileError::Read { .. }))));
 }
 
 #[test]
@@ -77,7 +81,9 @@ fn a_million_errors_are_counted_but_not_listed() {
     let duplicate = "\"seed\":1,".repeat(1_000_000);
     for (members, faults) in [(unknown, 1_000_000), (duplicate, 1_000_000)] {
         let error = RawConfig::from_json_str(&format!("{{{members}\"seed\":1}}"), "c.json");
-        let Err(ConfigError::Invalid { diagnostics, omitted, .. }) = error else { panic!("accepted") };
+        let Err(ConfigError::File(ConfigFileError::Invalid { diagnostics, omitted, .. })) = error else {
+            panic!("accepted")
+        };
         assert_eq!((diagnostics.len(), omitted), (100, faults - 100));
     }
 }

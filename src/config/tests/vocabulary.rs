@@ -2,8 +2,17 @@
 
 use super::*;
 use crate::config::config::entries;
-use crate::config::vocabulary::{Default, Effect, Entry, Harmless, Key, Literal, Max, Value as Kind, find};
+use crate::config_file::vocabulary::{
+    DefaultValue, Effect, Entry, Harmless, Key, Literal, Max, Value as Kind, find, table_paths,
+};
 use serde_json::{Value, json};
+
+#[test]
+fn every_section_of_deepspeeds_table_is_reached() {
+    for path in table_paths() {
+        assert!(path.is_empty() || entries().iter().any(|entry| entry.path == path), "`{path}`");
+    }
+}
 
 /// The keys that are not sections.
 fn leaves() -> Vec<Entry> {
@@ -19,7 +28,7 @@ fn leaves() -> Vec<Entry> {
 /// A valid value that is not the default.
 fn sample(key: &Key) -> Value {
     let default = match key.default {
-        Default::Is(literal) => literal.to_json(),
+        DefaultValue::Is(literal) => literal.to_json(),
         _ => Value::Null,
     };
     let others = match key.value {
@@ -287,7 +296,7 @@ fn the_table_is_consistent() {
                 }
             }
         }
-        if let (Default::Is(literal), false) =
+        if let (DefaultValue::Is(literal), false) =
             (entry.key.default, matches!(entry.key.effect, Effect::Renamed(_)))
         {
             let is_contradiction =
@@ -332,7 +341,7 @@ fn explanations_say_what_a_key_does() {
         "`warmup_ratio` is called `scheduler.params.warmup_num_steps` here, in steps, not as a ratio\n\n\
          scheduler.params.warmup_num_steps (of WarmupLR)\n"
     ));
-    for synonym in crate::config::vocabulary::synonyms() {
+    for synonym in crate::config_file::vocabulary::synonyms() {
         let explanation = explain(synonym.name).unwrap();
         assert!(explanation.contains(synonym.key), "{explanation}");
     }

@@ -15,10 +15,10 @@ pub use one_cycle::OneCycle;
 pub use range_test::LrRangeTest;
 pub use warmup::{WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType};
 
-use crate::config::define::{Keys, declare_variants, variants, write_variant};
 use crate::config::error::ConfigError;
-use crate::config::reader::Section;
-use crate::config::vocabulary::Key;
+use crate::config_file::define::{Keys, declare_variants, variants, write_variant};
+use crate::config_file::reader::Section;
+use crate::config_file::vocabulary::Key;
 use crate::optim::OptimizerConfig;
 use serde_json::{Map, Value as Json};
 

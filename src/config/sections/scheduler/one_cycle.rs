@@ -1,7 +1,7 @@
 //! The 1Cycle policy (Smith, <https://arxiv.org/abs/1803.09820>).
 
-use crate::config::define::keys;
-use crate::config::define::words::{below_1, count, flag, index, number};
+use crate::config_file::define::keys;
+use crate::config_file::define::words::{below_1, count, flag, index, number};
 
 keys! {
     /// One cycle from `cycle_min_lr` up to `cycle_max_lr` and back, then a decay below the minimum:

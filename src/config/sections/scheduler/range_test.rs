@@ -1,7 +1,7 @@
 //! The learning-rate range test (Smith, <https://arxiv.org/abs/1803.09820>).
 
-use crate::config::define::keys;
-use crate::config::define::words::{count, flag, number};
+use crate::config_file::define::keys;
+use crate::config_file::define::words::{count, flag, number};
 
 keys! {
     /// Multiplies the learning rate by `1 + lr_range_test_step_rate × intervals`.

@@ -1,8 +1,8 @@
 //! The schedules that warm up first: WarmupLR, WarmupDecayLR, WarmupCosineLR.
 
-use crate::config::define::words::{choice, count, fraction, index, number};
-use crate::config::define::{choices, keys};
-use crate::config::vocabulary::{Key, Literal};
+use crate::config_file::define::words::{choice, count, fraction, index, number};
+use crate::config_file::define::{choices, keys};
+use crate::config_file::vocabulary::{Key, Literal};
 use std::f64::consts::PI;
 
 const MIN_LR: Key = number().number(0.0).auto(Literal::Number(0.0));

@@ -3,8 +3,8 @@
 use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
 use super::document::{abbreviated, position_at};
 use super::note::Note;
-use crate::config::error::ConfigError;
-use crate::config::vocabulary::{Effect, Key, entries_of, join, nearest, synonym_of};
+use crate::config_file::ConfigFileError;
+use crate::config_file::vocabulary::{Effect, Key, entries_of, join, nearest, synonym_of};
 use jsonc_parser::common::Range;
 use std::cell::RefCell;
 
@@ -67,13 +67,13 @@ impl<'t> Report<'t> {
     }
 
     /// Returns the notes, or the errors in the order of the file.
-    pub(crate) fn finish(self, file: &str) -> Result<Remarks, ConfigError> {
+    pub(crate) fn finish(self, file: &str) -> Result<Remarks, ConfigFileError> {
         let State { mut diagnostics, omitted, remarks } = self.state.into_inner();
         if diagnostics.is_empty() {
             return Ok(remarks);
         }
         diagnostics.sort_by_key(|diagnostic| diagnostic.position);
-        Err(ConfigError::Invalid { file: file.to_owned(), diagnostics, omitted })
+        Err(ConfigFileError::Invalid { file: file.to_owned(), diagnostics, omitted })
     }
 
     pub(crate) fn position(&self, offset: usize) -> Position {

@@ -1,7 +1,7 @@
 //! Sections with a `type` and its `params`: the optimizer and the scheduler.
 
 use super::words::{key, section};
-use crate::config::vocabulary::{Key, Value, Variant, complete, join, other_names, refused_names};
+use crate::config_file::vocabulary::{Key, Value, Variant, complete, join, other_names, refused_names};
 use serde_json::{Map, Value as Json, json};
 
 /// Returns the type `name` of the section at `path`, with its parameters.
@@ -37,20 +37,20 @@ macro_rules! variants {
 
         impl $enum {
             /// Returns the types of the section at `path`.
-            fn variants(path: &str) -> Vec<$crate::config::vocabulary::Variant> {
+            fn variants(path: &str) -> Vec<$crate::config_file::vocabulary::Variant> {
                 let mut variants = Vec::new();
                 $( for name in [$($name),+] {
-                    let params = <$params as $crate::config::define::Keys>::declare(path);
-                    variants.push($crate::config::define::variant(name, path, &params));
+                    let params = <$params as $crate::config_file::define::Keys>::declare(path);
+                    variants.push($crate::config_file::define::variant(name, path, &params));
                 } )*
                 variants
             }
 
             /// Reads the type `name` with these parameters; `None` if there is no such type.
-            fn of_type(name: &str, params: &$crate::config::reader::Section<'_>) -> Option<Self> {
+            fn of_type(name: &str, params: &$crate::config_file::reader::Section<'_>) -> Option<Self> {
                 match name {
                     $( $($name)|+ => {
-                        Some(Self::$variant(<$params as $crate::config::define::Keys>::from_section(params)))
+                        Some(Self::$variant(<$params as $crate::config_file::define::Keys>::from_section(params)))
                     } )*
                     _ => None,
                 }
@@ -61,7 +61,7 @@ macro_rules! variants {
                 let mut object = serde_json::Map::new();
                 let name = match self { $(
                     Self::$variant(params) => {
-                        $crate::config::define::Keys::write_into(params, &mut object);
+                        $crate::config_file::define::Keys::write_into(params, &mut object);
                         [$($name),+][0]
                     }
                 )* };

@@ -3,7 +3,7 @@
 //! A definition follows a field of a section ([`keys!`](super)). The field gives the name and the documentation of the
 //! key, the definition its type, range, default and the value of `"auto"`.
 
-use crate::config::vocabulary::{Auto, Default, Key, Literal, Max, Range, Value};
+use crate::config_file::vocabulary::{AutoValue, DefaultValue, Key, Literal, Max, Range, Value};
 
 /// From 0 to 1, excluding 1.
 const BELOW_1: Range = Range { min: 0.0, max: Max::Below(1.0) };
@@ -97,7 +97,7 @@ impl Key {
     }
 
     const fn default(self, default: Literal) -> Self {
-        Self { default: Default::Is(default), ..self }
+        Self { default: DefaultValue::Is(default), ..self }
     }
 
     pub(crate) const fn boolean(self, default: bool) -> Self {
@@ -122,20 +122,20 @@ impl Key {
 
     /// Sets a default that follows from `what`.
     pub(crate) const fn derived(self, what: &'static str) -> Self {
-        Self { default: Default::Derived(what), ..self }
+        Self { default: DefaultValue::Derived(what), ..self }
     }
 
     pub(crate) const fn required(self) -> Self {
-        Self { default: Default::Required, ..self }
+        Self { default: DefaultValue::Required, ..self }
     }
 
     /// Sets the value of `"auto"`.
     pub(crate) const fn auto(self, becomes: Literal) -> Self {
-        Self { auto: Auto::Is(becomes), ..self }
+        Self { auto: AutoValue::Is(becomes), ..self }
     }
 
     pub(crate) const fn auto_derived(self, from: &'static str) -> Self {
-        Self { auto: Auto::Derived(from), ..self }
+        Self { auto: AutoValue::Derived(from), ..self }
     }
 
     /// Accepts `null` for an absent key.

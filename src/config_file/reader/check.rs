@@ -1,4 +1,4 @@
-//! Checks a file against the [`vocabulary`](crate::config::vocabulary): unknown and duplicate keys, types and
+//! Checks a file against the [`vocabulary`](crate::config_file::vocabulary): unknown and duplicate keys, types and
 //! ranges, refused keys, and keys that cause a note.
 //!
 //! After the check, every value is valid or has been reported.
@@ -7,8 +7,8 @@ use super::diagnostic::Problem;
 use super::document::{abbreviated, describe, integer_of, mesh_text};
 use super::note::Note;
 use super::report::{Auto, Report};
-use crate::config::vocabulary::{
-    Auto as AutoRule, Default, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant, entries_of,
+use crate::config_file::vocabulary::{
+    AutoValue, DefaultValue, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant, entries_of,
     find, is_comment, join, refused_name,
 };
 use jsonc_parser::ast::{Object, ObjectProp, Value};
@@ -48,7 +48,7 @@ impl Checker<'_, '_> {
         for key in keys.iter().filter(|key| !first_seen.contains_key(key.name)) {
             let path = join(path, key.name);
             match (key.default, key.value) {
-                (Default::Required, kind) => {
+                (DefaultValue::Required, kind) => {
                     self.report.add(anchor, path, || Problem::MissingKey { expected: kind.to_string() });
                 }
                 (_, Kind::Params(variants)) => {
@@ -84,7 +84,7 @@ impl Checker<'_, '_> {
         }
         if is_auto(value, key) {
             self.report.add_auto(Auto { path: path.clone(), key });
-            if matches!(key.default, Default::Required) && matches!(key.auto, AutoRule::AsDefault) {
+            if matches!(key.default, DefaultValue::Required) && matches!(key.auto, AutoValue::AsDefault) {
                 let expected = format!("{}; \"auto\" has no value for this key", key.value);
                 self.invalid(&path, value, value.range(), expected);
             }
@@ -220,7 +220,7 @@ impl Checker<'_, '_> {
     fn note_no_effect(&self, path: &str, key: &'static Key, value: Option<&Value<'_>>) {
         let Effect::Ignored(why) = key.effect else { return };
         let text = format!("`{path}` has no effect: {why}");
-        let is_default = |value| matches!(key.default, Default::Is(literal) if equals(value, literal));
+        let is_default = |value| matches!(key.default, DefaultValue::Is(literal) if equals(value, literal));
         let asks_for_another = value.is_some_and(|value| !is_default(value));
         let is_missed = key.is_missed && asks_for_another;
         self.report.note(if is_missed { Note::warning(text) } else { Note::info(text) });

@@ -11,7 +11,7 @@
 //! }
 //! ```
 //!
-//! The definition generates the struct, the entries of the [vocabulary](crate::config::vocabulary) that check and
+//! The definition generates the struct, the entries of the [vocabulary](crate::config_file::vocabulary) that check and
 //! document a file, the reader, and the writer of the resolved config. A field without a definition is a group of keys
 //! in the same object.
 
@@ -20,8 +20,8 @@ pub(crate) mod words;
 
 pub(crate) use variants::{declare_variants, variant, variants, write_variant};
 
-use crate::config::reader::Section;
-use crate::config::vocabulary::{Default, Key, Value, complete, join};
+use crate::config_file::reader::Section;
+use crate::config_file::vocabulary::{DefaultValue, Key, Value, complete, join};
 use serde_json::{Map, Value as Json};
 use std::num::NonZero;
 
@@ -44,7 +44,7 @@ pub(crate) trait Keys: Sized {
 }
 
 /// A type that represents the value of a key.
-pub(crate) trait Setting: Sized {
+pub(crate) trait KeyValue: Sized {
     /// Completes the key with what the type determines: the names of a choice, the keys of a section.
     fn complete(key: Key, _path: &str) -> Key {
         key
@@ -60,7 +60,7 @@ pub(crate) trait Setting: Sized {
     fn written(&self) -> Option<Json>;
 }
 
-impl<T: Keys> Setting for T {
+impl<T: Keys> KeyValue for T {
     fn complete(key: Key, path: &str) -> Key {
         let keys = section_keys::<T>(path, key.changed_default);
         let value = match key.value {
@@ -88,7 +88,7 @@ impl<T: Keys> Setting for T {
 
 /// Adds a key to a section that is written, unless it is omitted, or is itself a section without keys that may be absent.
 pub(crate) fn write_key(section: &mut Map<String, Json>, key: Key, value: Option<Json>) {
-    let is_required = matches!(key.default, Default::Required);
+    let is_required = matches!(key.default, DefaultValue::Required);
     let is_needed = |value: &Json| is_required || value.as_object().is_none_or(|keys| !keys.is_empty());
     section.extend(value.filter(is_needed).map(|value| (key.name.to_owned(), value)));
 }
@@ -108,11 +108,11 @@ pub(crate) fn section_keys<T: Keys>(
 }
 
 /// Returns the key of a field of type `T`.
-pub(crate) fn declared<T: Setting>(key: Key, path: &str) -> Key {
+pub(crate) fn declared<T: KeyValue>(key: Key, path: &str) -> Key {
     T::complete(key, &join(path, key.name))
 }
 
-impl<T: Setting> Setting for Option<T> {
+impl<T: KeyValue> KeyValue for Option<T> {
     fn complete(key: Key, path: &str) -> Key {
         T::complete(key, path)
     }
@@ -126,14 +126,14 @@ impl<T: Setting> Setting for Option<T> {
     }
 
     fn written(&self) -> Option<Json> {
-        self.as_ref().and_then(Setting::written)
+        self.as_ref().and_then(KeyValue::written)
     }
 }
 
-/// Implements [`Setting`] for types that a getter of [`Section`] reads.
+/// Implements [`KeyValue`] for types that a getter of [`Section`] reads.
 macro_rules! plain {
     ($($type:ty: |$section:ident, $name:ident| $find:expr, $stand_in:expr;)*) => { $(
-        impl Setting for $type {
+        impl KeyValue for $type {
             fn find($section: &Section<'_>, $name: &'static str) -> Option<Self> {
                 $find
             }
@@ -176,14 +176,14 @@ macro_rules! keys {
             $( $( $(#[doc = $rest_doc])+ $rest_vis $rest: $rest_type, )* )?
         }
 
-        impl $crate::config::define::Keys for $struct {
-            fn declare(path: &str) -> Vec<$crate::config::vocabulary::Key> {
+        impl $crate::config_file::define::Keys for $struct {
+            fn declare(path: &str) -> Vec<$crate::config_file::vocabulary::Key> {
                 let mut keys = Vec::new();
                 $( keys!(@declare keys, path, $type, $field, [$($doc)+] $(, $key)?); )*
                 keys
             }
 
-            fn from_section(section: &$crate::config::reader::Section<'_>) -> Self {
+            fn from_section(section: &$crate::config_file::reader::Section<'_>) -> Self {
                 Self {
                     $( $field: keys!(@read section, $type, $field $(, $key)?), )*
                     $( $( $rest: Default::default(), )* )?
@@ -196,31 +196,31 @@ macro_rules! keys {
         }
     };
     (@declare $keys:ident, $path:ident, $type:ty, $field:ident, [$($doc:literal)+]) => {
-        $keys.extend(<$type as $crate::config::define::Keys>::declare($path))
+        $keys.extend(<$type as $crate::config_file::define::Keys>::declare($path))
     };
     (@declare $keys:ident, $path:ident, $type:ty, $field:ident, [$($doc:literal)+], $key:expr) => {
-        $keys.push($crate::config::define::declared::<$type>(
+        $keys.push($crate::config_file::define::declared::<$type>(
             const { ($key).of_field(stringify!($field), concat!($($doc),+)) },
             $path,
         ))
     };
     (@read $section:ident, $type:ty, $field:ident) => {
-        <$type as $crate::config::define::Keys>::from_section($section)
+        <$type as $crate::config_file::define::Keys>::from_section($section)
     };
     (@read $section:ident, $type:ty, $field:ident, $key:expr) => {
-        <$type as $crate::config::define::Setting>::read(
+        <$type as $crate::config_file::define::KeyValue>::read(
             $section,
             const { ($key).of_field(stringify!($field), "").name },
         )
     };
     (@write $value:expr, $object:ident, $type:ty, $field:ident) => {
-        <$type as $crate::config::define::Keys>::write_into($value, $object)
+        <$type as $crate::config_file::define::Keys>::write_into($value, $object)
     };
     (@write $value:expr, $object:ident, $type:ty, $field:ident, $key:expr) => {
-        $crate::config::define::write_key(
+        $crate::config_file::define::write_key(
             $object,
             const { ($key).of_field(stringify!($field), "") },
-            <$type as $crate::config::define::Setting>::written($value),
+            <$type as $crate::config_file::define::KeyValue>::written($value),
         )
     };
 }
@@ -244,20 +244,20 @@ macro_rules! choices {
             }
         }
 
-        impl $crate::config::define::Setting for $enum {
+        impl $crate::config_file::define::KeyValue for $enum {
             fn complete(
-                key: $crate::config::vocabulary::Key,
+                key: $crate::config_file::vocabulary::Key,
                 _path: &str,
-            ) -> $crate::config::vocabulary::Key {
-                let value = $crate::config::vocabulary::Value::Choice(&[$( $name, )*]);
-                $crate::config::vocabulary::Key { value, ..key }
+            ) -> $crate::config_file::vocabulary::Key {
+                let value = $crate::config_file::vocabulary::Value::Choice(&[$( $name, )*]);
+                $crate::config_file::vocabulary::Key { value, ..key }
             }
 
-            fn find(section: &$crate::config::reader::Section<'_>, name: &'static str) -> Option<Self> {
+            fn find(section: &$crate::config_file::reader::Section<'_>, name: &'static str) -> Option<Self> {
                 section.choice(name, Self::CHOICES)
             }
 
-            fn read(section: &$crate::config::reader::Section<'_>, name: &'static str) -> Self {
+            fn read(section: &$crate::config_file::reader::Section<'_>, name: &'static str) -> Self {
                 Self::find(section, name).unwrap_or_default()
             }
 

@@ -1,7 +1,7 @@
 //! Typed access to the sections of a file that has been [checked](super::check).
 //!
 //! A getter returns the value in the file, or else the value of `"auto"` or the default in the
-//! [`vocabulary`](crate::config::vocabulary), the only place that defines defaults. An invalid value reads as absent; it
+//! [`vocabulary`](crate::config_file::vocabulary), the only place that defines defaults. An invalid value reads as absent; it
 //! has been reported, so no config results.
 
 use super::check::{is_auto, variant_of_siblings};
@@ -9,7 +9,9 @@ use super::diagnostic::{Position, Problem};
 use super::document::{describe, integer_of, mesh_text, to_json};
 use super::note::Note;
 use super::report::Report;
-use crate::config::vocabulary::{Auto, Default, Effect, Key, Literal, Value as Kind, find, is_comment, join};
+use crate::config_file::vocabulary::{
+    AutoValue, DefaultValue, Effect, Key, Literal, Value as Kind, find, is_comment, join,
+};
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::{Range, Ranged};
 use serde_json::Value as Json;
@@ -286,9 +288,9 @@ impl<'a> Section<'a> {
         let key = find(self.keys, name)?;
         match self.property(name).map(|property| &property.value) {
             Some(value) if is_auto(value, key) => match key.auto {
-                Auto::Is(literal) => Some(Found::Known(literal)),
-                Auto::AsDefault => default_of(key),
-                Auto::Derived(_) => None,
+                AutoValue::Is(literal) => Some(Found::Known(literal)),
+                AutoValue::AsDefault => default_of(key),
+                AutoValue::Derived(_) => None,
             },
             None | Some(Value::NullKeyword(_)) => default_of(key),
             Some(value) => Some(Found::Given(value)),
@@ -306,8 +308,8 @@ impl<'a> Section<'a> {
 
 fn default_of<'a>(key: &Key) -> Option<Found<'a>> {
     match key.default {
-        Default::Is(literal) => Some(Found::Known(literal)),
-        Default::Derived(_) | Default::Required => None,
+        DefaultValue::Is(literal) => Some(Found::Known(literal)),
+        DefaultValue::Derived(_) | DefaultValue::Required => None,
     }
 }
 

@@ -10,8 +10,8 @@ pub(crate) struct Key {
     pub(crate) value: Value,
     /// The documentation: what the key sets.
     pub(crate) about: &'static str,
-    pub(crate) default: Default,
-    pub(crate) auto: Auto,
+    pub(crate) default: DefaultValue,
+    pub(crate) auto: AutoValue,
     pub(crate) effect: Effect,
     /// Whether `null` means an absent key, as for DeepSpeed's default `None`.
     pub(crate) or_null: bool,
@@ -28,8 +28,8 @@ impl Key {
             name: "",
             value,
             about: "",
-            default: Default::Derived("not set"),
-            auto: Auto::AsDefault,
+            default: DefaultValue::Derived("not set"),
+            auto: AutoValue::AsDefault,
             effect: Effect::Supported,
             or_null: false,
             is_missed: false,
@@ -128,7 +128,7 @@ pub(crate) enum Max {
 
 /// The default of a key.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Default {
+pub(crate) enum DefaultValue {
     Is(Literal),
     /// The default follows from what the text names.
     Derived(&'static str),
@@ -138,7 +138,7 @@ pub(crate) enum Default {
 
 /// The value of `"auto"`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Auto {
+pub(crate) enum AutoValue {
     /// The default: DeepSpeed drops `"auto"` values.
     AsDefault,
     /// The default of the argument that Hugging Face's Trainer fills in.

@@ -1,6 +1,6 @@
 //! The vocabulary: all keys, DeepSpeed's and those of the `ulysses` section.
 //!
-//! Supported keys are fields of the [sections](crate::config::sections), defined with [`define`](crate::config::define);
+//! Supported keys are fields of the [sections](crate::config::sections), defined with [`define`](crate::config_file::define);
 //! DeepSpeed's other keys are rows of a table ([`deepspeed`]). The list follows DeepSpeed's sources
 //! (`runtime/config.py`, `runtime/constants.py`, `runtime/zero/config.py` and the configs that they include) at the
 //! version below. A key that is not supported is an error if ignoring it would change results, memory or output files,
@@ -12,8 +12,12 @@ mod key;
 mod synonyms;
 
 pub(crate) use absent::absent;
+#[cfg(test)]
+pub(crate) use deepspeed::table_paths;
 pub(crate) use deepspeed::{complete, other_names, refused_name, refused_names};
-pub(crate) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant};
+pub(crate) use key::{
+    AutoValue, DefaultValue, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant,
+};
 #[cfg(test)]
 pub(crate) use synonyms::synonyms;
 pub(crate) use synonyms::{Synonym, synonym_of};

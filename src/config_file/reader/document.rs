@@ -6,7 +6,7 @@
 //! rejected by `serde_json`.
 
 use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
-use crate::config::error::ConfigError;
+use crate::config_file::ConfigFileError;
 use crate::regular_file;
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::Ranged;
@@ -37,8 +37,8 @@ const STRICT: ParseOptions = ParseOptions {
 };
 
 /// Reads a file of at most [`MAX_FILE_BYTES`]; errors call it `what`.
-pub(crate) fn read(what: &'static str, path: &Path) -> Result<String, ConfigError> {
-    let read_error = |reason| ConfigError::Read { what, path: path.to_owned(), reason };
+pub(crate) fn read(what: &'static str, path: &Path) -> Result<String, ConfigFileError> {
+    let read_error = |reason| ConfigFileError::Read { what, path: path.to_owned(), reason };
     let mut text = String::new();
     // One byte more than allowed, to detect a file that is too large.
     // `/dev/stdin` and a shell's `<(…)` may be pipes.
@@ -57,7 +57,7 @@ pub(crate) fn read(what: &'static str, path: &Path) -> Result<String, ConfigErro
 }
 
 /// Parses the text of a file, whose root must be an object; errors call it `file`.
-pub(crate) fn parse_file<'t>(text: &'t str, file: &str) -> Result<Object<'t>, ConfigError> {
+pub(crate) fn parse_file<'t>(text: &'t str, file: &str) -> Result<Object<'t>, ConfigFileError> {
     if text.len() > MAX_FILE_BYTES {
         return Err(too_large(file));
     }
@@ -65,7 +65,7 @@ pub(crate) fn parse_file<'t>(text: &'t str, file: &str) -> Result<Object<'t>, Co
         true => Err(syntax(text, 0, YAML.to_owned())),
         false => parse(text),
     };
-    parsed.map_err(|diagnostic| ConfigError::Invalid {
+    parsed.map_err(|diagnostic| ConfigFileError::Invalid {
         file: file.to_owned(),
         diagnostics: vec![*diagnostic],
         omitted: 0,
@@ -87,8 +87,8 @@ fn is_yaml(text: &str, file: &str) -> bool {
     !first.starts_with('{') && (is_named_so || first == "---" || is_key(first))
 }
 
-fn too_large(file: &str) -> ConfigError {
-    ConfigError::TooLarge { file: file.to_owned(), limit_bytes: MAX_FILE_BYTES }
+fn too_large(file: &str) -> ConfigFileError {
+    ConfigFileError::TooLarge { file: file.to_owned(), limit_bytes: MAX_FILE_BYTES }
 }
 
 /// Parses `text`, whose root must be an object.
