@@ -78,7 +78,7 @@ impl Engine {
         let accumulation = self.micro_steps_per_step();
         // Cleared at the end: a failure in between leaves partial gradients behind.
         self.is_broken = true;
-        let (scale, weight) = self.loss_scale(local)?;
+        let (scale, weight) = self.gradient_factor(local)?;
         if chunk + 1 == self.num_chunks() {
             self.accumulation.add(std::mem::take(local), tape.batch_hash, tape.tokens, weight);
         }
@@ -261,9 +261,9 @@ impl Engine {
     /// The factor for this micro batch's gradient, and the weight of its loss in the step's report.
     ///
     /// With `global`, the factor is the constant `1/C`; `step` supplies the rest. With `micro_batch`, it is
-    /// the mean over the sp group's valid tokens, then over dp and accumulation (as in DeepSpeed). The
+    /// the mean over the valid tokens of the ranks with parts of the same sequences, then over dp and accumulation (as in DeepSpeed). The
     /// gradient's factor also contains the loss scale.
-    fn loss_scale(&self, local: &Losses) -> Result<(f32, f64), EngineError> {
+    fn gradient_factor(&self, local: &Losses) -> Result<(f32, f64), EngineError> {
         match self.config.loss_normalization {
             LossNormalization::Global => Ok(((self.scaler.scale() / self.loss_constant()) as f32, 1.0)),
             LossNormalization::MicroBatch => {

@@ -261,7 +261,8 @@ impl Engine {
         Ok(hidden)
     }
 
-    /// Returns whether layer `index` saves only a checkpoint.
+    /// Returns whether layer `index` of this rank saves only a checkpoint. The interval begins anew in each stage of a pipeline, as in
+    /// DeepSpeed's.
     pub(super) fn is_recomputed(&self, index: usize) -> bool {
         self.config.ulysses.activation_checkpointing
             && index.is_multiple_of(self.config.ulysses.activation_checkpointing_interval)

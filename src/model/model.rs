@@ -41,7 +41,7 @@ impl Model {
     /// A description that [`ModelConfig::validate`] refuses.
     pub fn new(config: &ModelConfig) -> Result<Self, ModelError> {
         config.validate("model")?;
-        Ok(Self::layers_of(config))
+        Ok(Self::from_valid(config))
     }
 
     /// Keeps the part that one tensor-parallel rank has of every layer, and of input and objective if they can be divided. One that
@@ -65,8 +65,8 @@ impl Model {
         })
     }
 
-    /// As [`new`](Self::new), for an unchecked description; allocates nothing.
-    pub(super) fn layers_of(config: &ModelConfig) -> Self {
+    /// As [`new`](Self::new), without a check of the description; allocates nothing.
+    pub(super) fn from_valid(config: &ModelConfig) -> Self {
         let ModelConfig {
             vocab_size, hidden_size, initializer_range: std, multipliers, final_softcap, ..
         } = *config;

@@ -230,7 +230,14 @@ impl TokenMixer {
         }
     }
 
-    /// Adds the output to the tensor that the branch opens. Only attention keeps something for a checkpoint.
+    /// Whether [`forward`](Self::forward) returns the result of the branch, and not the tensor that the branch opens with the output
+    /// added, which is still to be joined. [`backward`](Self::backward) of an MLP likewise starts at the result.
+    pub fn joins_its_branch(&self) -> bool {
+        matches!(self, Self::Mlp(_))
+    }
+
+    /// Adds the output to the tensor that the branch opens; an MLP also [joins](Self::joins_its_branch) the branch. Only attention keeps
+    /// something for a checkpoint.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq_local, hidden]`.

@@ -166,10 +166,14 @@ impl<'a> BufferLayout<'a> {
         &self.axes[0]
     }
 
-    /// The axes over which the gradient of a partition is summed: those within a stage of a pipeline, or those between stages.
-    pub(super) fn replicas(&self, are_stages: bool) -> impl Iterator<Item = &ZeroAxis<'a>> {
-        let others = self.axes[1..].iter().filter(|axis| axis.unreduced == Partial);
-        others.filter(move |axis| (axis.name == PP_AXIS) == are_stages)
+    /// The axes over which the gradient of a partition is summed within a stage of a pipeline.
+    pub(super) fn summed_within_stage(&self) -> impl Iterator<Item = &ZeroAxis<'a>> {
+        self.axes[1..].iter().filter(|axis| axis.unreduced == Partial && axis.name != PP_AXIS)
+    }
+
+    /// The axis over which the gradient of a tied parameter is summed between the stages of a pipeline.
+    pub(super) fn summed_over_stages(&self) -> Option<&ZeroAxis<'a>> {
+        self.axes[1..].iter().find(|axis| axis.unreduced == Partial && axis.name == PP_AXIS)
     }
 }
 

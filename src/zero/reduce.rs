@@ -4,7 +4,7 @@
 //! Gradients sent in bf16 are summed in f32, from the contributions as sent, and the sum is not rounded.
 
 use super::unit::{Gradients, Unit};
-use super::{Buffer, BufferLayout, Storage, ZeroError};
+use super::{Buffer, BufferLayout, Storage, ZeroAxis, ZeroError};
 use crate::comm::{Pending, ProcessGroup, ProcessGroupExt, ReduceOp, TrainingGroups};
 use crate::config::{CommunicationDtype, ZeroStage};
 use crate::placement::{Placement, ledger};
@@ -75,7 +75,7 @@ pub(super) fn complete(
     pending.wait()?;
     let own = unit.layout.partition(unit.shard_rank);
     let layout = state_layout(unit, stage, groups);
-    let sum_over_replicas = |gradient: &Tensor| sum_over_replicas(gradient, &layout, false, storage);
+    let sum_over_replicas = |gradient: &Tensor| sum_over(layout.summed_within_stage(), gradient, storage);
     match (&mut unit.gradients, received) {
         (None, _) => {}
         (Some(Gradients::Whole(whole)), None) => sum_over_replicas(&whole.flat)?,
@@ -109,10 +109,8 @@ pub(super) fn sum_tied(
     storage: &Storage,
 ) -> Result<(), ZeroError> {
     let layout = state_layout(unit, stage, groups);
-    if layout.replicas(true).next().is_none() {
-        return Ok(());
-    }
-    let sum_over_pp = |gradient: &Tensor| sum_over_replicas(gradient, &layout, true, storage);
+    let Some(stages) = layout.summed_over_stages() else { return Ok(()) };
+    let sum_over_pp = |gradient: &Tensor| sum_over([stages], gradient, storage);
     match &mut unit.gradients {
         None => Ok(()),
         Some(Gradients::Whole(whole)) if is_replicated(&layout) => sum_over_pp(&whole.flat),
@@ -139,14 +137,13 @@ fn is_replicated(layout: &BufferLayout<'_>) -> bool {
     layout.partitions().placement == Placement::Replicate
 }
 
-/// Sums a gradient over the ranks with the same partition: those of this stage, or those of other stages (`are_stages`).
-fn sum_over_replicas(
+/// Sums a gradient along axes whose ranks have the same partition.
+fn sum_over<'a>(
+    axes: impl IntoIterator<Item = &'a ZeroAxis<'a>>,
     gradient: &Tensor,
-    layout: &BufferLayout<'_>,
-    are_stages: bool,
     storage: &Storage,
 ) -> Result<(), ZeroError> {
-    layout.replicas(are_stages).try_for_each(|axis| match &**axis.group {
+    axes.into_iter().try_for_each(|axis| match &**axis.group {
         group if group.world_size() == 1 => Ok(()),
         group if rounds(group, storage) => {
             with_category(Category::Gradients, || sum_rounded(gradient, group))

@@ -64,11 +64,17 @@ impl Block for SingleBranchLayer {
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
         let Self { branch, module, .. } = self;
-        if !self.is_divided {
-            return Ok((module.forward(branch, x, kept, pass)?, BlockOutputs::default()));
-        }
-        let alone = |input: &Tensor| Ok((module.forward(&Branch::module_alone(), input, kept, pass)?, ()));
-        let (output, ()) = divided_branch::run(branch, x, alone, pass)?;
+        let output = if self.is_divided {
+            let alone =
+                |input: &Tensor| Ok((module.forward(&Branch::module_alone(), input, kept, pass)?, ()));
+            divided_branch::run(branch, x, alone, pass)?.0
+        } else {
+            let output = module.forward(branch, x, kept, pass)?;
+            if module.joins_its_branch() {
+                return Ok((output, BlockOutputs::default()));
+            }
+            output
+        };
         let y = branch.join(x, &output, pass)?;
         recycle_unless(output, &y, pass);
         Ok((y, BlockOutputs::default()))

@@ -108,7 +108,7 @@ type Fixed = (&'static str, &'static [&'static str], &'static str);
 
 const QUANTIZED: &str = "this version loads f32, bf16 and f16: save the model without quantization";
 const INTERLEAVED: &str =
-    "this version rotates the halves of a head, not neighboring elements: it must be false";
+    "this model_type rotates the halves of a head, not neighboring elements: it must be false";
 const SAME_NORMS: &str =
     "this version normalizes queries and keys where the model_type implies it: it must be false";
 

@@ -28,6 +28,27 @@ pub(super) fn descriptions() -> [ModelConfig; 2] {
     })
 }
 
+#[test]
+fn the_factor_on_a_branch_is_that_of_attention_and_mlps_too() {
+    for index in 0..4 {
+        let [plain, half] = [1.0, 0.5].map(|residual| {
+            let config = descriptions()[0].clone();
+            ModelConfig { multipliers: Multipliers { residual, ..config.multipliers }, ..config }
+        });
+        let layer = |config: &ModelConfig| (config.family.block)(config, index);
+        let x = random(&[1, 3, plain.hidden_size], 1);
+        let params: Vec<_> = layer(&plain).parameters().iter().map(|spec| random(&spec.shape, 0)).collect();
+        let [whole, halved] = [&plain, &half].map(|config| {
+            let (y, _) = layer(config).forward(&params, &x, &context(1, 3)).unwrap();
+            (y - &x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        });
+        assert!(whole.iter().any(|value| value.abs() > 0.1), "{:?}", plain.layers[index]);
+        for (whole, halved) in whole.iter().zip(&halved) {
+            assert!((halved - 0.5 * whole).abs() < 1e-3, "{:?}: {halved} of {whole}", plain.layers[index]);
+        }
+    }
+}
+
 /// With fields of kernels, of initial values and of code of its own, as Python writes it.
 const PUBLISHED: &str = r#"{
     "architectures": ["NemotronHForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
