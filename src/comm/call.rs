@@ -101,16 +101,13 @@ pub enum CallSignature {
     AllToAll {
         #[serde(with = "dtype_name")]
         dtype: DType,
-        #[serde(with = "super::serde_arc")]
         send: Arc<[usize]>,
-        #[serde(with = "super::serde_arc")]
         recv: Arc<[usize]>,
     },
     /// [`start_all_to_all_strided`](super::ProcessGroup::start_all_to_all_strided).
     AllToAllStrided {
         #[serde(with = "dtype_name")]
         dtype: DType,
-        #[serde(with = "super::serde_arc")]
         plan: Arc<StridedPlan>,
     },
     /// [`start_broadcast`](super::ProcessGroup::start_broadcast).
@@ -128,12 +125,7 @@ pub enum CallSignature {
     /// [`start_barrier`](super::ProcessGroup::start_barrier).
     Barrier,
     /// [`split`](super::ProcessGroup::split), which is compared like the others, but has a method of its own.
-    Split {
-        #[serde(with = "super::serde_arc")]
-        name: Arc<str>,
-        color: Option<usize>,
-        key: usize,
-    },
+    Split { name: Arc<str>, color: Option<usize>, key: usize },
 }
 
 /// Element count and dtype of a tensor.

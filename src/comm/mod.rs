@@ -51,7 +51,6 @@ mod ordered_channel;
 mod pending;
 mod plan;
 pub mod reduce;
-mod serde_arc;
 mod session;
 mod stats;
 pub mod store;

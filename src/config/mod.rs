@@ -74,7 +74,7 @@ pub use sections::data::{
 pub use sections::mesh::MeshConfig;
 pub use sections::mesh_rules::MeshRule;
 pub use sections::mesh_spec::StatedMesh;
-pub use sections::monitoring::{CommsLoggerConfig, EventFilesConfig, FlopsProfilerConfig, MonitoringConfig};
+pub use sections::monitoring::{CommsLoggerConfig, EventFilesConfig, MonitoringConfig};
 pub use sections::parameter_groups::{GroupRate, NamePattern, ParameterGroup};
 pub use sections::pipeline::{PipelineConfig, PipelineSchedule, StagesError};
 pub use sections::precision::{CommunicationDtype, DynamicLossScale, LossScale, Precision};

@@ -4,7 +4,6 @@ use super::engine::layer_unit;
 use super::forward::{LayerTape, Loss, Tape};
 use super::offload::{ActivationOffload, OffloadedTensor};
 use super::step_part::StepPart;
-use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
@@ -163,9 +162,7 @@ impl Engine {
     fn add_deferred(&mut self, index: usize, layer: &DeferredGradients) -> Result<(), EngineError> {
         let _layer = tracing::trace_span!("layer weight gradients", layer = index).entered();
         let grads = self.zero.gradients(layer_unit(index))?;
-        let begin = self.timer.now()?;
-        layer.add_to(&grads, &self.workspace)?;
-        Ok(self.timer.add(Timed::BackwardOfPart(index), begin)?)
+        Ok(layer.add_to(&grads, &self.workspace)?)
     }
 
     /// Completes the reductions of a chunk. At the `boundary`, its gradients are complete.
@@ -202,9 +199,7 @@ impl Engine {
             Some(_) => (self.model.objective_views(params), self.model.objective_views(grads)),
             None => (params, grads),
         };
-        let begin = self.timer.now()?;
         let dx = self.objective_of(chunk).0.backward(&params, saved, scale, &grads, &ctx.of_own_tokens())?;
-        self.timer.add(Timed::BackwardOfPart(self.model.layers.len()), begin)?;
         unit.into_iter().for_each(|unit| self.zero.release(unit));
         Ok(dx)
     }
@@ -238,12 +233,10 @@ impl Engine {
                 self.zero.read_ahead(layer_unit(index - 2))?;
             }
         }
-        let begin = self.timer.now()?;
         let layer = &self.model.layers[index];
         let checkpoint = match layer_tape {
             LayerTape::State(x, saved) => {
                 let dx = layer.backward(&params, saved, dy, &grads, ctx)?;
-                self.timer.add(Timed::BackwardOfPart(index), begin)?;
                 self.zero.release(unit);
                 return Ok((dx, x));
             }
@@ -253,7 +246,6 @@ impl Engine {
         let foreign = || LayerError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
         let dx = layer.backward_checkpointed(&params, checkpoint, dy, &grads, ctx)?;
-        self.timer.add(Timed::BackwardOfPart(index), begin)?;
         self.zero.release(unit);
         Ok((dx, x))
     }

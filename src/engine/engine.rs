@@ -11,7 +11,7 @@ use super::parallel_plan::divide_model;
 use super::pipeline::Pipeline;
 use super::step::Accumulation;
 use super::step_part::StepPart;
-use super::times::{StepPhase, StepTimer, StepTimes, Timed};
+use super::times::{StepPhase, StepTimer, StepTimes};
 use crate::comm::{CallTimes, CommTimer, EachCall, MeshGroups, ProcessGroup, TrainingGroups};
 use crate::config::{Config, LrSchedule};
 use crate::model::{Model, WeightSource};
@@ -152,7 +152,7 @@ impl Engine {
             "initialized"
         );
         let attention = BlockAttention::new(config, &groups, local_attention);
-        let timer = StepTimer::new(device, model.layers.len());
+        let timer = StepTimer::new(device);
         Ok(Self {
             schedule: config.lr_schedule(),
             config: config.clone(),
@@ -316,7 +316,7 @@ impl Engine {
         let value = span.in_scope(|| run(self));
         self.comm_timer.set_phase("");
         let value = value?;
-        self.timer.add(Timed::Phase(phase), begin)?;
+        self.timer.add(phase, begin)?;
         Ok(value)
     }
 }

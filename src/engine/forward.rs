@@ -5,7 +5,6 @@ use super::engine::layer_unit;
 use super::local_tokens::{LocalTokens, tokens_of_rows};
 use super::offload::OffloadedTensor;
 use super::step_part::StepPart;
-use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::config::UlyssesConfig;
 use crate::data::{FlexibleStep, MicroBatch};
@@ -114,7 +113,6 @@ impl Engine {
         let local = self.local(batch);
         let local = local.view();
         let (hidden, input) = self.run_layers(chunk, &local, &ctx, |engine, index, params, x| {
-            let begin = engine.timer.now()?;
             let layer = &engine.model.layers[index];
             let (y, left) = if engine.is_recomputed(index) {
                 let (y, checkpoint) = layer.forward_checkpointed(params, x, &ctx)?;
@@ -124,7 +122,6 @@ impl Engine {
                 (y, LayerTape::State(x, saved))
             };
             layers.push(left);
-            engine.timer.add(Timed::ForwardOfPart(index), begin)?;
             Ok(y)
         })?;
         self.begin_part(StepPart::Head);
@@ -134,10 +131,8 @@ impl Engine {
             self.workspace.trim();
         }
         let params = self.objective_parameters(chunk)?;
-        let begin = self.timer.now()?;
         let own = ctx.of_own_tokens();
         let (losses, objective) = self.objective_of(chunk).0.forward(&params, &hidden, &local, &own)?;
-        self.timer.add(Timed::ForwardOfPart(self.model.layers.len()), begin)?;
         self.flush_messages()?;
         let (step, batch_hash, flexible) = (self.attempted_steps, batch.batch_hash, batch.flexible);
         let tokens = (batch.batch_size * batch.seq_len) as u64;

@@ -50,5 +50,5 @@ pub use report::{Passes, StepReport};
 pub(crate) use stages::OpenPasses;
 pub use state::RunRecord;
 pub use step_part::StepPart;
-pub use times::{PartTimes, PhaseTimes, StepTimes};
+pub use times::{PhaseTimes, StepTimes};
 pub use train::BatchOutcome;

@@ -16,7 +16,7 @@ pub struct PhaseTimes {
 
 /// Times of the steps that [`Engine::train_batch`](super::Engine::train_batch) has run. On a GPU these are times of its stream, between events:
 /// the host launches work ahead of it.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepTimes {
     /// All forward passes.
     pub forward: PhaseTimes,
@@ -24,17 +24,6 @@ pub struct StepTimes {
     pub backward: PhaseTimes,
     /// Norm, clipping, update, and the all-gather of parameters.
     pub update: PhaseTimes,
-    /// Layers in order, then the LM head with its loss.
-    pub parts: Vec<PartTimes>,
-}
-
-/// Seconds of a part of the model, without gathers and reductions.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct PartTimes {
-    /// Of its forward passes.
-    pub forward: f64,
-    /// Of its backward passes, including recomputation.
-    pub backward: f64,
 }
 
 impl StepTimes {
@@ -85,29 +74,19 @@ impl StepPhase {
     }
 }
 
-/// The phase or part that an interval of a step belongs to. Parts are those of [`StepTimes::parts`].
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Timed {
-    Phase(StepPhase),
-    ForwardOfPart(usize),
-    BackwardOfPart(usize),
-}
-
 /// Measures the steps of one rank.
 #[derive(Debug)]
 pub(super) struct StepTimer {
     device: Device,
-    num_parts: usize,
     /// Intervals that a GPU may not have ended yet.
-    running: DeviceTimes<Timed, 1>,
+    running: DeviceTimes<StepPhase, 1>,
     /// Since they were last taken.
     times: StepTimes,
 }
 
 impl StepTimer {
-    pub(super) fn new(device: &Device, num_layers: usize) -> Self {
-        let (running, times) = (DeviceTimes::default(), StepTimes::default());
-        Self { device: device.clone(), num_parts: num_layers + 1, running, times }
+    pub(super) fn new(device: &Device) -> Self {
+        Self { device: device.clone(), running: DeviceTimes::default(), times: StepTimes::default() }
     }
 
     pub(super) fn now(&self) -> candle_core::Result<TimeStamp> {
@@ -115,28 +94,26 @@ impl StepTimer {
     }
 
     /// Adds the time since `begin`.
-    pub(super) fn add(&mut self, of: Timed, begin: TimeStamp) -> candle_core::Result<()> {
+    pub(super) fn add(&mut self, phase: StepPhase, begin: TimeStamp) -> candle_core::Result<()> {
         let interval = [begin, self.now()?];
         let times = &mut self.times;
-        times.parts.resize(self.num_parts, PartTimes::default());
-        self.running.add(of, [interval], |of, [seconds]| times.count(of, seconds))
+        self.running.add(phase, [interval], |phase, [seconds]| times.count(phase, seconds))
     }
 
     pub(super) fn take(&mut self) -> candle_core::Result<StepTimes> {
         let times = &mut self.times;
-        self.running.settle(|of, [seconds]| times.count(of, seconds))?;
+        self.running.settle(|phase, [seconds]| times.count(phase, seconds))?;
         Ok(std::mem::take(times))
     }
 }
 
 impl StepTimes {
-    fn count(&mut self, of: Timed, seconds: f64) {
-        *match of {
-            Timed::Phase(StepPhase::Forward) => &mut self.forward.seconds,
-            Timed::Phase(StepPhase::Backward) => &mut self.backward.seconds,
-            Timed::Phase(StepPhase::Update) => &mut self.update.seconds,
-            Timed::ForwardOfPart(part) => &mut self.parts[part].forward,
-            Timed::BackwardOfPart(part) => &mut self.parts[part].backward,
-        } += seconds;
+    fn count(&mut self, phase: StepPhase, seconds: f64) {
+        let of_phase = match phase {
+            StepPhase::Forward => &mut self.forward,
+            StepPhase::Backward => &mut self.backward,
+            StepPhase::Update => &mut self.update,
+        };
+        of_phase.seconds += seconds;
     }
 }

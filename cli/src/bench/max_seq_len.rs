@@ -1,6 +1,5 @@
 //! `ulysses bench max-seq-len`: searches for the longest sequence that trains within a memory limit.
 
-mod features;
 mod memory;
 
 use super::report::{cores, cpu_name};
@@ -50,9 +49,6 @@ pub(super) struct Args {
     /// Memory limit per rank in GiB. The limit applies to the sum over ranks, which share a process.
     #[arg(long, visible_alias = "memory-gib", default_value_t = 2.0, value_parser = parse_gib)]
     gib_per_rank: f64,
-    /// Search once per memory-saving feature of the config: without any, then adding one at a time.
-    #[arg(long)]
-    by_feature: bool,
     /// First length to try [default: near the longest planned sequence]; at least --resolution.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_START)))]
     from: Option<u32>,
@@ -100,21 +96,11 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         config: path,
         attempts: Vec::new(),
     };
-    let found = if search.args.by_feature {
-        let mut found = Vec::new();
-        for (feature, config) in features::cumulative(&config) {
-            log_line(format_args!("{feature}:"));
-            search.write(&config)?;
-            found.push(search.find(Some(feature), &config)?);
-        }
-        found
-    } else {
-        if is_decided || !search.args.set.is_empty() {
-            search.write(&config)?;
-        }
-        vec![search.find(None, &config)?]
-    };
-    if found.iter().all(|found| found.max_seq_len == 0) {
+    if is_decided || !search.args.set.is_empty() {
+        search.write(&config)?;
+    }
+    let found = search.find(&config)?;
+    if found.max_seq_len == 0 {
         let (gib_per_rank, tokens) = (search.args.gib_per_rank, search.resolution(&config));
         let message = format!("{gib_per_rank} GiB per rank is too little for sequences of {tokens} tokens");
         return Err(Failure::Run(anyhow!(message)));
@@ -128,9 +114,6 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 /// The longest sequence with a config.
 #[derive(Serialize)]
 struct Found {
-    /// The feature of the config that was added last, in a search by feature.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    feature: Option<String>,
     /// The longest sequence that trained; 0 if none did.
     max_seq_len: usize,
     /// The longest sequence that fits by the plan.
@@ -174,7 +157,7 @@ impl Search {
     }
 
     /// Searches for the longest length that fits, from `--from` or near the longest planned one.
-    fn find(&mut self, feature: Option<String>, config: &Config) -> Result<Found, Failure> {
+    fn find(&mut self, config: &Config) -> Result<Found, Failure> {
         let workload = workload(config, self.args.threads_per_rank)?;
         let bytes_per_rank = (self.args.gib_per_rank * f64::from(1 << 30)) as u64;
         let planned_max_seq_len = workload.max_seq_len(bytes_per_rank).or_usage()?;
@@ -189,7 +172,7 @@ impl Search {
             StepMemory::of(&workload, *seq_len, &self.output(*seq_len), *memory)
         };
         let memory = found.map(memory).transpose()?;
-        Ok(Found { feature, max_seq_len: longest.unwrap_or(0), planned_max_seq_len, memory, attempts })
+        Ok(Found { max_seq_len: longest.unwrap_or(0), planned_max_seq_len, memory, attempts })
     }
 
     fn resolution(&self, config: &Config) -> usize {
@@ -255,8 +238,8 @@ impl Search {
         self.directory.path().join(format!("output-{seq_len}"))
     }
 
-    fn to_json(&self, found: &[Found]) -> Value {
-        let Args { config, gib_per_rank, resolution, by_feature, .. } = &self.args;
+    fn to_json(&self, found: &Found) -> Value {
+        let Args { config, gib_per_rank, resolution, .. } = &self.args;
         let Self { model, mesh, .. } = self;
         let mut report = json!({
             "bench": "max-seq-len",
@@ -267,37 +250,20 @@ impl Search {
             "processor": cpu_name(),
             "cores": cores(),
         });
-        match (by_feature, json!(found)) {
-            (true, found) => report["features"] = found,
-            (false, mut found) => {
-                for (key, value) in found[0].as_object_mut().into_iter().flatten() {
-                    report[key] = value.take();
-                }
-            }
+        for (key, value) in json!(found).as_object_mut().into_iter().flatten() {
+            report[key] = value.take();
         }
         report
     }
 
-    fn to_text(&self, found: &[Found]) -> String {
+    fn to_text(&self, Found { max_seq_len, planned_max_seq_len, memory, .. }: &Found) -> String {
         let (mesh, gib_per_rank) = (&self.mesh, self.args.gib_per_rank);
-        let tokens = |longest: usize| if longest == 0 { "none".to_owned() } else { longest.to_string() };
-        if let [Found { feature: None, max_seq_len, planned_max_seq_len, memory, .. }] = found {
-            let planned = tokens(planned_max_seq_len.unwrap_or(0));
-            let memory = memory.map_or_else(String::new, |memory| format!("\n{memory}"));
-            return format!(
-                "mesh {mesh}: longest sequence within {gib_per_rank} GiB per rank: {max_seq_len} tokens; planned: \
-                 {planned}{memory}\n"
-            );
-        }
-        let mut table = format!(
-            "mesh {mesh}, {gib_per_rank} GiB per rank; each row adds a feature\n\n| feature | longest sequence trained | longest planned |\n|---|---|---|\n"
-        );
-        for Found { feature, max_seq_len, planned_max_seq_len, .. } in found {
-            let feature = feature.as_deref().unwrap_or_default();
-            let planned = tokens(planned_max_seq_len.unwrap_or(0));
-            table += &format!("| {feature} | {} | {planned} |\n", tokens(*max_seq_len));
-        }
-        table
+        let planned = planned_max_seq_len.map_or_else(|| "none".to_owned(), |longest| longest.to_string());
+        let memory = memory.map_or_else(String::new, |memory| format!("\n{memory}"));
+        format!(
+            "mesh {mesh}: longest sequence within {gib_per_rank} GiB per rank: {max_seq_len} tokens; planned: \
+             {planned}{memory}\n"
+        )
     }
 }
 

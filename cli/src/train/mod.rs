@@ -9,7 +9,6 @@ mod mesh_order;
 mod outcome;
 mod output;
 mod overrides;
-mod profile;
 mod rank;
 mod rank_outcome;
 mod record;
@@ -32,10 +31,8 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>, ranks: &mut JobRanks)
     let mut run = ranks.agree(prepared, Failure::is_usage)?;
     run.job.decide_attention_output(ranks)?;
     // Nothing is written unless all processes can start.
-    let _lock = run.job.acquire_output(ranks, |config| {
-        trace.as_ref().map_or(Ok(()), |(path, _)| trace::check(path))?;
-        profile::check(&config.monitoring.flops_profiler)
-    })?;
+    let _lock =
+        run.job.acquire_output(ranks, |_| trace.as_ref().map_or(Ok(()), |(path, _)| trace::check(path)))?;
     run.output = run.job.output.clone().unwrap_or_default();
     run.record = record::begin(&run.job, &config_path);
     log_line(&run);

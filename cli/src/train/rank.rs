@@ -2,7 +2,6 @@
 
 use super::explain::{explain_out_of_memory, log_first_step};
 use super::flop_rate::FlopRate;
-use super::profile::Profiler;
 use super::rank_outcome::{RankOutcome, Reported};
 use super::run::Run;
 use super::{comms, gemm_peak, output, record};
@@ -53,7 +52,6 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
         trainer.observe(FlopRate::new(&run.job, peak_flops));
         trainer.observe(&mut totals);
         trainer.observe(LiveProgress::new(steps.clone(), config));
-        trainer.observe(Profiler::new(&run.job, &steps));
         trainer.observe(files);
     }
     let report = trainer.train();

@@ -11,10 +11,11 @@ use std::collections::HashSet;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
+use ulysses::comm::host_name;
 use ulysses::config::Config;
 use ulysses::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS};
 use ulysses::monitor::{Groups, RankComms, RestartMetrics, straggler_stats, volumes};
-use ulysses::trainer::job::PreparedJob;
+use ulysses::trainer::job::{PreparedJob, meminfo_bytes};
 use ulysses::trainer::{StepMemory, Trainer};
 
 const FILE: &str = "run.json";
@@ -206,18 +207,15 @@ fn environment(run: &PreparedJob) -> Value {
         let line = text?.lines().find(|line| line.starts_with(name))?.to_owned();
         line.split_once([':', '=']).map(|(_, value)| value.trim().trim_matches('"').to_owned())
     };
-    let memory = field(of_file("/proc/meminfo"), "MemTotal");
-    let memory =
-        memory.and_then(|kib| kib.strip_suffix("kB")?.trim().parse::<u64>().ok()).map(|kib| kib << 10);
     let features =
         [("cuda", cfg!(feature = "cuda")), ("nccl", cfg!(feature = "nccl")), ("mpi", cfg!(feature = "mpi"))];
     let mut environment = json!({
-        "host": of_file("/proc/sys/kernel/hostname").map(|host| host.trim().to_owned()),
+        "host": host_name(),
         "system": field(of_file("/etc/os-release"), "PRETTY_NAME")
             .unwrap_or_else(|| format!("{} {}", std::env::consts::OS, std::env::consts::ARCH)),
         "processor": field(of_file("/proc/cpuinfo"), "model name"),
         "cores": std::thread::available_parallelism().map_or(1, |cores| cores.get()),
-        "memory_bytes": memory,
+        "memory_bytes": meminfo_bytes("MemTotal:").map(|bytes| bytes as u64),
         "threads_per_rank": run.launch.threads_per_rank,
         "device": run.placement.device().name(),
         "backend": run.config.ulysses.backend,

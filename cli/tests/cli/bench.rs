@@ -264,24 +264,20 @@ fn a_step_that_fails_for_another_reason_ends_the_search() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn the_longest_sequence_is_found_for_each_feature() {
+fn the_longest_sequence_is_found() {
     let place = Workplace::new();
     place.write(
         "c.json",
         r#"{ "train_batch_size": 1, "ulysses": { "activation_checkpointing": true, "tile_tokens": 256 } }"#,
     );
-    let search =
-        ["bench", "max-seq-len", "c.json", "--model", "nano", "--threads-per-rank", "1", "--by-feature"];
-    let limits = ["--memory-gib", "0.125", "--from", "4096", "--resolution", "4096", "--json"];
+    let search = ["bench", "max-seq-len", "c.json", "--model", "nano", "--threads-per-rank", "1"];
+    let limits = ["--memory-gib", "0.0625", "--from", "8192", "--resolution", "8192", "--json"];
     let outcome = place.run(&[&search[..], &limits].concat());
     let report: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
-    let features = report["features"].as_array().unwrap();
-    let named = |index: usize| features[index]["feature"].as_str().unwrap();
-    assert_eq!((features.len(), named(0)), (3, "none"));
-    assert_eq!((named(1), named(2)), ("`ulysses.activation_checkpointing`", "`tile_tokens: 256`"));
-    let longest: Vec<_> = features.iter().map(|feature| feature["max_seq_len"].as_u64().unwrap()).collect();
-    assert!(longest.is_sorted() && longest[0] < longest[2], "{longest:?}");
-    assert!(features.iter().all(|feature| !feature["attempts"].as_array().unwrap().is_empty()));
-    let planned = |feature: &Value| feature["planned_max_seq_len"].as_u64().unwrap();
-    assert!(features.iter().zip(&longest).all(|(feature, longest)| planned(feature) >= *longest), "{report}");
+    let [longest, planned] = ["max_seq_len", "planned_max_seq_len"].map(|key| report[key].as_u64().unwrap());
+    assert!(0 < longest && longest <= planned, "{report}");
+    let attempts = report["attempts"].as_array().unwrap();
+    let fits =
+        |seq_len: u64| attempts.iter().find(|attempt| attempt["seq_len"] == seq_len).unwrap()["fits"].clone();
+    assert_eq!((fits(longest), fits(longest + 8192)), (json!(true), json!(false)), "{report}");
 }

@@ -14,7 +14,6 @@ use std::time::Duration;
 /// An operation that a rank waits for. An operation in progress while the rank computes is not a wait.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::comm) struct Wait {
-    #[serde(with = "crate::comm::serde_arc")]
     pub(in crate::comm) group: Arc<GroupLabel>,
     pub(in crate::comm) op: CollectiveOp,
     /// Sequence number within the group or, for a message, within the pair of ranks.

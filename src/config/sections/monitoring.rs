@@ -1,22 +1,20 @@
-//! Logs, profilers and monitors besides `metrics.jsonl`: `wall_clock_breakdown`, `comms_logger`, `flops_profiler`,
-//! `tensorboard` and `csv_monitor`.
+//! Logs and monitors besides `metrics.jsonl`: `wall_clock_breakdown`, `comms_logger`, `tensorboard`
+//! and `csv_monitor`.
 
-use crate::config_file::define::words::{count, flag, key, section, text};
+use crate::config_file::define::words::{flag, key, section};
 use crate::config_file::define::{KeyValue, keys};
 use crate::config_file::reader::Section;
 use crate::config_file::vocabulary::Value;
 use serde_json::Value as Json;
 
 keys! {
-    /// DeepSpeed's logs, profilers and monitors. All are off by default.
+    /// DeepSpeed's logs and monitors. All are off by default.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct MonitoringConfig {
         /// Prints the time of each phase of a step.
         pub wall_clock_breakdown: bool = flag(),
         /// The log of collectives.
         pub comms_logger: CommsLoggerConfig = section(),
-        /// The profile of one step.
-        pub flops_profiler: FlopsProfilerConfig = section(),
         /// Writes metrics for TensorBoard.
         pub tensorboard: EventFilesConfig = section().with_default("job_name", "tensorboard"),
         /// Writes metrics as CSV.
@@ -36,21 +34,6 @@ keys! {
         pub prof_all: bool = flag().boolean(true),
         /// The operations to include if `prof_all` is false.
         pub prof_ops: Vec<String> = key(Value::Names(&COLLECTIVE_NAMES)).derived("`[]`"),
-    }
-}
-
-keys! {
-    /// A profile of one step.
-    #[derive(Clone, Debug, PartialEq, Eq)]
-    pub struct FlopsProfilerConfig {
-        /// Prints a profile of one step.
-        pub enabled: bool = flag(),
-        /// The step to profile, from 1.
-        pub profile_step: u64 = count().integer(1),
-        /// Prints the parts of the model in addition to the totals.
-        pub detailed: bool = flag().boolean(true),
-        /// The file to write the profile to; by default standard error.
-        pub output_file: Option<String> = text().or_null(),
     }
 }
 

@@ -13,12 +13,6 @@ fn defaults_of_monitoring() -> MonitoringConfig {
     MonitoringConfig {
         wall_clock_breakdown: false,
         comms_logger: CommsLoggerConfig { enabled: false, verbose: false, prof_all: true, prof_ops: vec![] },
-        flops_profiler: FlopsProfilerConfig {
-            enabled: false,
-            profile_step: 1,
-            detailed: true,
-            output_file: None,
-        },
         tensorboard: files("tensorboard"),
         csv_monitor: files("csv"),
     }

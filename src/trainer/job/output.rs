@@ -4,6 +4,7 @@ use super::options::{JobError, OrJobError};
 use super::prepared::PreparedJob;
 use super::ranks::JobRanks;
 use crate::checkpoint::OutputLock;
+use crate::comm::host_name;
 use crate::config::Config;
 use crate::trainer::{CreatedDirs, check_event_files};
 use std::io;
@@ -80,8 +81,7 @@ fn create_numbered(name: &str, created: &mut CreatedDirs) -> io::Result<PathBuf>
 
 /// Describes this job for the error of another one that wants the same directory: its command line.
 fn holder() -> String {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host = if host.trim().is_empty() { "this host" } else { host.trim() };
+    let host = Some(host_name()).filter(|host| !host.is_empty()).unwrap_or_else(|| "this host".to_owned());
     let mut words = std::env::args_os();
     let program = words.next().map(PathBuf::from).unwrap_or_default();
     let program = program.file_name().unwrap_or_default().to_os_string();

@@ -4,6 +4,7 @@ use super::hosts::Host;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+use ulysses::comm::host_name;
 
 /// Time limit for all hosts together.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -66,8 +67,7 @@ fn resolves_to_this_machine(host: &str) -> bool {
 
 /// Starts a command on a host; `None` if that is this machine, or the program is missing.
 fn probe(host: &str) -> Option<Child> {
-    let own = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    if [own.trim(), "localhost"].contains(&host)
+    if [&*host_name(), "localhost"].contains(&host)
         || host.parse::<IpAddr>().is_ok() && resolves_to_this_machine(host)
     {
         return None;

@@ -8,6 +8,7 @@ use crate::failure::Failure;
 use anyhow::anyhow;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use ulysses::comm::host_name;
 
 /// The host, capacity and settings of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,13 +63,11 @@ pub(super) struct JobResult {
 
 impl NodeInfo {
     pub(super) fn new(job: &JobSpec, num_processes: usize) -> Self {
-        let host = std::fs::read_to_string("/proc/sys/kernel/hostname");
-        let host = host.unwrap_or_else(|_| "unknown host".to_owned());
         let settings = (&job.program, &job.arguments, job.max_restarts, job.min_nodes);
         let config = job.training.as_ref().map(|(training, _)| training.config_bytes());
         let hash = |bytes: &[u8]| blake3::hash(bytes).to_hex().to_string();
         Self {
-            host: host.trim().to_owned(),
+            host: host_name(),
             num_processes,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             arguments: hash(format!("{settings:?}").as_bytes()),
