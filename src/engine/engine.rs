@@ -87,11 +87,11 @@ pub fn initialize(
     groups: &MeshGroups,
 ) -> Result<Engine, EngineError> {
     let device = groups.device();
-    let zero_groups = TrainingGroups::new(groups, config.zero_shards())?;
-    let zero_groups = zero_groups.with_ring(groups, config.seq_sharding().ring_size)?;
-    let groups = zero_groups.with_sp_blocks(groups, config.ulysses.flexible_sp)?;
+    let of_training = TrainingGroups::new(groups, config.zero_shards())?
+        .with_ring(groups, config.seq_sharding().ring_size)?
+        .with_sp_blocks(groups, config.ulysses.flexible_sp)?;
     let attention = Arc::new(attention(config, device)?);
-    Engine::with_attention(model, weights, config, groups, attention, device)
+    Engine::with_attention(model, weights, config, of_training, attention, device)
 }
 
 impl Engine {

@@ -48,8 +48,9 @@ impl Saved {
 /// entry of [`parameters`](Self::parameters), in that order. It may reuse the storage in between, so a layer
 /// stores no parameter tensor. A frozen parameter has no gradient, so a layer need not compute it.
 ///
-/// With sequence parallelism, a layer gets only this rank's tokens. Anything that mixes tokens goes through
-/// [`LayerContext::attention`]; everything else must treat tokens independently.
+/// With sequence parallelism, a layer gets only this rank's tokens. Anything that mixes tokens goes through a service of the
+/// [`LayerContext`]: attention, the exchange of tokens for heads, or states that ranks pass on. Everything else must treat
+/// tokens independently.
 pub trait Layer: Send + Sync {
     /// Name for messages and reports, such as `model.layers.0`.
     fn name(&self) -> &str;

@@ -10,7 +10,8 @@
 //! - [`LayerContext`]: the micro batch, and the services that a layer may use.
 //!
 //! The engine owns parameters and gradients; layers get views of them. This module does not communicate:
-//! [`Attention`](ulysses_kernels::attention::Attention) and [`HeadExchange`] hide the other ranks.
+//! [`Attention`](ulysses_kernels::attention::Attention), [`HeadExchange`], [`ShardChain`] and, with tensor parallelism, [`TokenExchange`]
+//! hide the other ranks.
 
 mod attention;
 mod attention_node;

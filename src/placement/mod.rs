@@ -5,7 +5,7 @@
 //! [`Plan::execute`] runs them on the process groups of the mesh. A [`ShardedTensor`] is a tensor in such a layout, with
 //! operations that propagate placements: PyTorch's `DTensor`.
 //!
-//! The exchanges of tensor parallelism run by these plans. Those of ZeRO, Ulysses and rings do not; a test of dry runs compares ZeRO's
+//! Most exchanges of tensor parallelism run by these plans. Those of ZeRO, Ulysses and rings do not; a test of dry runs compares ZeRO's
 //! reduction with the plan of its layouts.
 //! In a dry run, gradients and parameters carry their placements: the [`ledger`] refuses a reduction that is missing or
 //! done twice.

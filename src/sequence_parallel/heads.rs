@@ -53,7 +53,7 @@ impl UlyssesHeads {
                 Gathered::Heads => (of_heads, of_tokens),
             };
             if tensor.dims() != expected {
-                let (tensor, got) = (NAMES[index.min(NAMES.len() - 1)], tensor.dims().to_vec());
+                let (tensor, got) = (name(index, tensors.len()), tensor.dims().to_vec());
                 return Err(SequenceParallelError::Shape { tensor, rank, expected, got });
             }
             described.push(HeadTensor { heads: heads_of_ranks, num_heads, head_dim });
@@ -68,8 +68,16 @@ impl UlyssesHeads {
     }
 }
 
-/// The tensors of an exchange, for errors.
-const NAMES: [&str; 5] = ["q or output", "k", "v", "b", "a"];
+/// The name of one of the tensors of an exchange, for errors. Mamba 2 has no b.
+fn name(index: usize, num_tensors: usize) -> &'static str {
+    match (index, num_tensors) {
+        (0, _) => "q or output",
+        (1, _) => "k",
+        (2, _) => "v",
+        (3, 5) => "b",
+        _ => "a",
+    }
+}
 
 /// The key heads and the value heads of every rank.
 fn ranges(heads: GroupedHeads, size: usize) -> (Vec<Range<usize>>, Vec<Range<usize>>) {

@@ -1,4 +1,5 @@
-//! The exchange of tokens around the modules of tensor-parallel layers, as redistributions along tp.
+//! The exchange of tokens around the modules of tensor-parallel layers. Gathers, scatters and the change from features to tokens
+//! are redistributions along tp; rows with counts per rank have exchanges of their own.
 
 use crate::comm::{ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
 use crate::mesh::TP_AXIS;

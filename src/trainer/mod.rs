@@ -46,5 +46,5 @@ pub use memory_watch::{MemoryWatch, PartMemory, StepMemory};
 pub use metrics_files::MetricsFiles;
 pub use observer::{Observer, ObserverError, StepEnd};
 pub use options::{TrainReport, TrainerOptions, check_config};
-pub use resume::{Resume, Resumed, is_same_dir};
+pub use resume::{Resume, Resumed};
 pub use train::Trainer;

@@ -50,6 +50,17 @@ impl Resume {
         }
     }
 
+    /// Returns whether a run that resumes here may save beside the checkpoints in `output`, the last of which has `newest` steps: they
+    /// are its own, or none is newer than the checkpoint that it resumes.
+    ///
+    /// # Errors
+    /// When the checkpoint cannot be read.
+    pub(crate) fn may_save_beside(&self, newest: u64, output: &Path) -> Result<bool, CheckpointError> {
+        let (Self::Newest(Some(dir)) | Self::From(dir)) = self else { return Ok(true) };
+        let step = self.candidate(None)?.map_or(0, |checkpoint| checkpoint.manifest().progress.step);
+        Ok(newest <= step || is_same_dir(dir, output))
+    }
+
     /// Returns the checkpoint that the run will resume from if it is valid; only its manifest has been read.
     ///
     /// # Errors
@@ -77,7 +88,7 @@ pub struct Resumed {
 }
 
 /// Returns whether two paths are the same directory.
-pub fn is_same_dir(a: &Path, b: &Path) -> bool {
+fn is_same_dir(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 

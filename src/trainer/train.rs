@@ -9,7 +9,7 @@ use super::evaluation_tracker::EvaluationTracker;
 use super::memory_checkpoints::MemoryCheckpoints;
 use super::observer::{Observer, ObserverError, StepEnd};
 use super::options::{TrainReport, TrainerOptions, check_config};
-use super::resume::{Resume, Resumed, Resumption, is_same_dir};
+use super::resume::{Resumed, Resumption};
 use super::stragglers::Stragglers;
 use crate::checkpoint::{EvaluationResult, step_directories};
 use crate::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
@@ -53,7 +53,7 @@ impl<'a> Trainer<'a> {
     ) -> Result<Self, TrainerError> {
         check_config(engine.config())?;
         let all = groups.whole()?;
-        let group = all.split("checkpoint", Some(0), all.rank())?.unwrap_or(all);
+        let group = all.split("control", Some(0), all.rank())?.unwrap_or(all);
         if group.rank() != 0 {
             options.log = |_| ();
         }
@@ -334,17 +334,8 @@ fn prepare_output(
     let create = |source| TrainerError::Io { what: format!("cannot create {}", output.display()), source };
     std::fs::create_dir_all(output).map_err(create)?;
     let Some(newest) = step_directories(output)?.into_iter().next() else { return Ok(()) };
-    let is_own = match &options.resume {
-        None => false,
-        Some(Resume::Newest(None)) => true,
-        // Checkpoints up to the resumed step do not conflict with new ones.
-        Some(resume @ (Resume::Newest(Some(dir)) | Resume::From(dir))) => {
-            let candidate = resume.candidate(None)?;
-            let step = candidate.map_or(0, |checkpoint| checkpoint.manifest().progress.step);
-            newest.step <= step || is_same_dir(dir, output)
-        }
-    };
-    match is_own {
+    let resumed = options.resume.as_ref();
+    match resumed.map_or(Ok(false), |resume| resume.may_save_beside(newest.step, output))? {
         true => Ok(()),
         false => Err(TrainerError::OutputInUse { output: output.to_owned(), newest: newest.name }),
     }

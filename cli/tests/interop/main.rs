@@ -253,7 +253,8 @@ fn compare(python: &Python, place: &Workplace, factor: f64, runs: &[(&str, (&str
 }
 
 /// Compares packed documents on meshes with each of them alone on one rank: losses, logits, gradients, and parameters after steps. Some
-/// end within a rank's tokens, one is as long as three ranks' tokens, and some are a token.
+/// end within a rank's tokens, one is as long as three ranks' tokens, and some are a token. Linear attention amplifies the rounding
+/// of f32, up to 4e-5 of a tensor's largest entry; a state or a tap of another document changes thousandths.
 fn compare_documents(place: &Workplace) {
     const LENS: [[i64; 4]; 4] = [[3, 1, 31, 5], [38, 0, 0, 2], [1, 1, 14, 24], [9, 11, 10, 10]];
     let positions = LENS.iter().flatten().flat_map(|len| 0..*len);
@@ -267,7 +268,10 @@ fn compare_documents(place: &Workplace) {
         let config = format!("stage{stage}.json");
         let packed = ["verify", "--packing", "--model", "made", "--batch", "packed.safetensors"];
         place
-            .run(&[&packed[..], &["--mesh", mesh, "--config", &config, "--steps", "2"]].concat())
+            .run(
+                &[&packed[..], &["--mesh", mesh, "--config", &config, "--steps", "2", "--tolerance", "1e-4"]]
+                    .concat(),
+            )
             .assert_done();
     }
 }

@@ -1,10 +1,10 @@
 //! The decoder block.
 
 mod block;
+mod divided;
 mod divided_branch;
 mod parallel;
 mod single_branch;
-mod tensor_parallel;
 
 pub use parallel::ParallelDecoderLayer;
 pub use single_branch::SingleBranchLayer;
@@ -17,7 +17,7 @@ use crate::nn::{
 };
 use block::{Block, BlockOutputs, SavedBlock, foreign};
 use candle_core::Tensor;
-use tensor_parallel::TensorParallelDecoder;
+use divided::DividedDecoder;
 use ulysses_kernels::elementwise;
 use ulysses_kernels::glu::Activation;
 
@@ -196,7 +196,7 @@ impl Block for DecoderLayer {
     }
 
     fn divide(self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
-        Ok(Box::new(TensorParallelDecoder::new(self, tp)?))
+        Ok(Box::new(DividedDecoder::new(self, tp)?))
     }
 
     fn run(

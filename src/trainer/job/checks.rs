@@ -7,7 +7,7 @@ use crate::checkpoint::{CheckpointError, MANIFEST, StepDirectory, step_directori
 use crate::comm::LaunchOptions;
 use crate::config::{Config, ParameterGroup};
 use crate::model::ModelConfig;
-use crate::trainer::{Resume, TrainerError, TrainingData, is_same_dir};
+use crate::trainer::{Resume, TrainerError, TrainingData};
 use std::path::{Path, PathBuf};
 
 /// Maximum number of threads of all ranks. More is a typing error that would block the machine for minutes.
@@ -107,18 +107,11 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
              run with another `ulysses.output` (--output)"
         )),
         Some(Resume::Newest(None)) => Ok(()),
-        Some(resume @ (Resume::Newest(Some(dir)) | Resume::From(dir))) => {
-            let candidate = resume.candidate(None).or_usage()?;
-            let step = candidate.map_or(0, |checkpoint| checkpoint.manifest().progress.step);
-            let is_same = is_same_dir(dir, Path::new(output));
-            if newest <= step || is_same {
-                return Ok(());
-            }
-            refuse(format!(
-                "{output} contains {newest_name}, which is newer than {}: give another `ulysses.output` (--output), or move it away",
-                dir.display()
-            ))
-        }
+        Some(resume) if resume.may_save_beside(newest, Path::new(output)).or_usage()? => Ok(()),
+        Some(Resume::Newest(Some(dir)) | Resume::From(dir)) => refuse(format!(
+            "{output} contains {newest_name}, which is newer than {}: give another `ulysses.output` (--output), or move it away",
+            dir.display()
+        )),
     }
 }
 

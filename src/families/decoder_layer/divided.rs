@@ -8,13 +8,11 @@ use crate::nn::{
 };
 use candle_core::Tensor;
 
-/// A [`DecoderLayer`] with the heads and intermediate elements of one rank of tp.
-///
-/// Norms and residual stream have some tokens per rank. Around a module, tokens are gathered, and its outputs, which are
-/// partial sums, summed and scattered: the same bytes as an all-reduce of whole activations (arXiv 2205.05198, section 4.2.2).
-pub(super) struct TensorParallelDecoder(DecoderLayer);
+/// A [`DecoderLayer`] with the heads and intermediate elements of one rank of tp, and some of the tokens around its
+/// [modules](divided_branch).
+pub(super) struct DividedDecoder(DecoderLayer);
 
-impl TensorParallelDecoder {
+impl DividedDecoder {
     /// Keeps the part of one rank.
     ///
     /// # Errors
@@ -39,7 +37,7 @@ impl TensorParallelDecoder {
     }
 }
 
-impl Block for TensorParallelDecoder {
+impl Block for DividedDecoder {
     fn parameter_list(&self) -> &ParameterList {
         &self.0.parameters
     }
