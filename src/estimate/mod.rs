@@ -15,7 +15,6 @@
 //! - [`Workload::step_time`]: the time of a step on a machine with known rates
 //! - [`Workload::stage_plans`]: the plan of each pipeline stage
 //! - [`RankStep`]: the compute and communication of one step
-//! - [`scaling`]: the traffic of several kinds of sequence parallelism
 
 mod alternatives;
 mod dry_run;
@@ -28,7 +27,6 @@ mod proposal;
 mod rank_plan;
 mod rank_step;
 mod recorder;
-pub mod scaling;
 mod search;
 mod stages;
 mod tensor_rank;

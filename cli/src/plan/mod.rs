@@ -6,7 +6,6 @@ mod fit;
 mod inputs;
 pub(crate) mod json;
 pub(crate) mod pictures;
-mod scaling;
 mod view;
 
 use super::DeviceArg;
@@ -22,9 +21,7 @@ pub(crate) use inputs::{longest_of_model, model, raw_config};
 use std::path::{Path, PathBuf};
 use ulysses::config::MachineProfile;
 use ulysses::engine::check_offload_device;
-use ulysses::estimate::scaling::{self as traffic, ModelScaling};
 use ulysses::estimate::{Alternative, Candidate, CopiedBytes, Criteria, MeshChoice, StagePlan, Workload};
-use ulysses::model::ModelConfig;
 use ulysses::trainer::job::{check_layers, config_warnings, likely_device, resolve_ring};
 
 /// The error where there is no sequence length to plan.
@@ -38,7 +35,6 @@ const RANKS_PER_NODE: usize = 8;
 pub(super) struct PlanArgs {
     /// DeepSpeed-style JSON config [default with --model: bf16, AdamW, ZeRO stage 3, activation checkpointing, one
     /// sequence per dp rank, with --fit one per rank].
-    #[arg(conflicts_with = "scaling")]
     config: Option<PathBuf>,
     /// Preset (nano, tiny, small, base), published model (llama3-8b, Llama-3.1-70B, Qwen3-8B, Mistral-7B-v0.3, …), or
     /// Hugging Face config.json or a directory with one. Needs no weights.
@@ -50,7 +46,7 @@ pub(super) struct PlanArgs {
     ///
     /// Searches mesh, micro batch, ZeRO stage and its axes, activation checkpointing, tiles, head chunks and offload for
     /// the same number of ranks and the same global batch. Everything else is as in CONFIG.
-    #[arg(long, requires = "memory_gib", conflicts_with_all = ["scaling", "html", "svg"])]
+    #[arg(long, requires = "memory_gib", conflicts_with_all = ["html", "svg"])]
     fit: bool,
     /// Number of ranks for --fit [default: those of the mesh].
     #[arg(long, conflicts_with = "mesh", value_parser = at_least_1::<usize>)]
@@ -78,14 +74,14 @@ pub(super) struct PlanArgs {
     /// this machine.
     ///
     /// Decides where offloaded tensors go: host memory on GPUs, files on CPUs.
-    #[arg(long, default_value = "auto", hide_possible_values = true, conflicts_with = "scaling")]
+    #[arg(long, default_value = "auto", hide_possible_values = true)]
     device: DeviceArg,
     /// Consecutive ranks per node [default: the value of --machine, else 8].
     #[arg(long, value_parser = at_least_1::<usize>)]
     ranks_per_node: Option<usize>,
     /// Machine profile, from `ulysses bench profile` or configs/machines: predicts the step time of the config, of every
     /// change and of every mesh.
-    #[arg(long, value_name = "FILE", conflicts_with = "scaling")]
+    #[arg(long, value_name = "FILE")]
     machine: Option<PathBuf>,
     /// Tokens per document in packed sequences [default: one document per sequence].
     #[arg(long, value_parser = at_least_1::<usize>)]
@@ -93,19 +89,10 @@ pub(super) struct PlanArgs {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
-    /// Write a self-contained HTML page with charts of memory and traffic.
-    #[arg(long, value_name = "FILE", conflicts_with = "scaling")]
+    /// Write a self-contained HTML page with a chart of the memory over a step.
+    #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Print a scaling study instead of a plan.
-    ///
-    /// Bytes sent per rank and layer on 8 to 1024 ranks with constant tokens per rank, for Ulysses, Megatron sequence
-    /// parallelism and ring attention.
-    #[arg(long, conflicts_with_all = ["model", "memory_gib", "seq_len", "mesh", "set", "lr", "batch_size", "zero_stage", "zero_partition_axes"])]
-    scaling: bool,
-    /// Tokens per rank in the scaling study.
-    #[arg(long, default_value_t = 8192, value_parser = at_least_1::<usize>, requires = "scaling")]
-    tokens_per_rank: usize,
-    /// Write a chart of the memory over a step, or of the scaling study, as SVG.
+    /// Write a chart of the memory over a step as SVG.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
@@ -126,8 +113,6 @@ struct Report {
     copies_in_memory: Option<CopiedBytes>,
     alternatives: Vec<Alternative>,
     meshes: Vec<MeshChoice>,
-    /// For charts only.
-    scaling: ModelScaling,
 }
 
 pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
@@ -136,9 +121,6 @@ pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
         .build_global()
         .context("cannot start the threads of the plan")
         .or_run()?;
-    if args.scaling {
-        return scaling::run(args.tokens_per_rank, args.svg.as_deref(), args.json);
-    }
     if args.config.is_none() && args.model.is_none() {
         return Err(Failure::Usage(anyhow!("give a CONFIG, or --model for a plan without one")));
     }
@@ -237,7 +219,6 @@ fn report(args: &PlanArgs) -> Result<Report, Failure> {
         assumed,
         copies_in_memory: workload.copied_bytes().or_usage()?,
         meshes: workload.meshes(criteria).or_usage()?,
-        scaling: scaling_of(&name, &workload.model, seq_len.div_ceil(workload.config.mesh.sp_size))?,
         name,
         available,
         planned,
@@ -245,17 +226,4 @@ fn report(args: &PlanArgs) -> Result<Report, Failure> {
         seq_len,
         alternatives,
     })
-}
-
-/// Returns the traffic of a model from two ranks to four times its number of heads.
-pub(super) fn scaling_of(
-    name: &str,
-    model: &ModelConfig,
-    tokens_per_rank: usize,
-) -> Result<ModelScaling, Failure> {
-    let max_ranks = (4 * model.attention().num_heads).next_power_of_two();
-    let ranks: Vec<usize> = std::iter::successors(Some(2), |ranks| Some(2 * ranks))
-        .take_while(|ranks| *ranks <= max_ranks)
-        .collect();
-    traffic::of_model(name.to_owned(), model, tokens_per_rank, &ranks).or_usage()
 }

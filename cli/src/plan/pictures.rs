@@ -1,8 +1,7 @@
-//! Charts of a plan: memory over a step, and traffic by number of ranks. `ulysses report` uses them too.
+//! The chart of a plan: memory over a step. `ulysses report` uses it too, next to the measured memory.
 
-use crate::template::chart::{Chart, INK, Scale, Series, Unit};
+use crate::template::chart::{Chart, INK, Series, Unit};
 use ulysses::estimate::MomentMemory;
-use ulysses::estimate::scaling::{ModelScaling, Point};
 use ulysses::memory::Category;
 
 /// Bytes in the order of [`Category::ALL`].
@@ -47,53 +46,4 @@ fn line(label: &str, bytes: impl Iterator<Item = u64>) -> Series {
 /// Numbers the parts of a step from 1.
 fn points(bytes: impl Iterator<Item = u64>) -> Vec<(f64, f64)> {
     (1..).zip(bytes).map(|(part, bytes)| (f64::from(part), bytes as f64)).collect()
-}
-
-/// A curve: label, index of its color, value at a point.
-type Curve = (&'static str, usize, fn(&Point) -> Option<f64>);
-
-const CURVES: [Curve; 5] = [
-    ("Ulysses", 0, |point| point.ulysses_bytes),
-    ("Megatron SP", 1, |point| Some(point.megatron_bytes)),
-    ("ring", 2, |point| Some(point.ring_bytes)),
-    ("Ulysses × ring", 3, |point| Some(point.combined_bytes)),
-    ("paper 8·N·h/P", 4, |point| Some(point.claimed_bytes)),
-];
-
-/// Charts the bytes sent per rank and layer when ranks and tokens grow together.
-pub(crate) fn scaling(model: &ModelScaling) -> Chart {
-    let curve = |(label, style, height): &Curve| {
-        let at = |point: &Point| Some((point.ranks as f64, height(point)?));
-        let points: Vec<_> = model.points.iter().filter_map(at).collect();
-        let reach = match (points.last(), model.points.last()) {
-            (Some((ranks, _)), Some(last)) if *ranks < last.ranks as f64 => format!(", up to {ranks} ranks"),
-            _ => String::new(),
-        };
-        Series::new(format!("{label}{reach}"), points, *style)
-    };
-    let tokens = model.points.first().map_or(0, |point| point.seq_len / point.ranks.max(1));
-    Chart {
-        title: format!("{}: bytes sent per rank and layer, {tokens} tokens per rank", model.model),
-        along: "ranks (constant tokens per rank)",
-        unit: Unit::Bytes,
-        scale: Scale::Logarithmic,
-        series: CURVES.iter().map(curve).collect(),
-        ..Chart::default()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::template::chart::drawing;
-    use ulysses::estimate::scaling::study;
-
-    #[test]
-    fn the_drawing_has_a_curve_for_each_column_of_the_table() {
-        let charts: Vec<Chart> = study(64).unwrap().iter().map(scaling).collect();
-        let svg = drawing(&charts, 2);
-        assert_eq!(svg.matches("<polyline").count(), 4 * CURVES.len());
-        assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n") && !svg.contains("NaN"));
-        assert!(svg.contains("Ulysses, up to 128 ranks"), "Llama 405B has 128 heads");
-    }
 }

@@ -20,7 +20,6 @@ pub(super) fn page(report: &Report) -> Result<String> {
 /// Returns what the templates show: the plan's JSON, and what follows from it.
 fn data(report: &Report) -> Value {
     let Candidate { workload: Workload { config, .. }, plan, time, excess, .. } = &report.planned;
-    let charts = [pictures::memory(&plan.timeline, &[]), pictures::scaling(&report.scaling)];
     let shown = json!({
         "stage": config.zero_axes().with_stage(config.zero.stage),
         // Whether `--memory-gib` decided that attention outputs are saved.
@@ -31,7 +30,7 @@ fn data(report: &Report) -> Value {
         "schedule_drawing": report.planned.decided.draw_schedule().ok().flatten(),
         "available": report.available.map(Available::per_rank),
         "excess": excess,
-        "charts": charts.map(|chart| chart.content()),
+        "memory_chart": pictures::memory(&plan.timeline, &[]).content(),
     });
     joined([json::plan(report), shown])
 }

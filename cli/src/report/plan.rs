@@ -1,7 +1,7 @@
 //! The plan of a run next to its measurements.
 
 use super::run::RunFiles;
-use crate::plan::{pictures, scaling_of};
+use crate::plan::pictures;
 use crate::template::chart::Chart;
 use serde_json::{Value, json};
 use ulysses::device::DeviceKind;
@@ -9,15 +9,10 @@ use ulysses::estimate::{RankPlan, Workload};
 use ulysses::memory::{ByCategory, Category};
 use ulysses::model::ModelConfig;
 
-/// Returns charts of memory and traffic; none if config or model are missing or of another version.
+/// Returns charts of memory; none if config or model are missing or of another version.
 pub(super) fn charts(run: &RunFiles) -> Value {
     let Some(workload) = workload(run) else { return Value::Null };
-    let (config, model) = (&workload.config, &workload.model);
-    let name = config.require_model().unwrap_or(&run.name);
-    let tokens_per_rank = config.ulysses.seq_len.unwrap_or(1).div_ceil(config.mesh.sp_size);
-    let traffic = scaling_of(name, model, tokens_per_rank).ok();
-    let traffic = traffic.map(|traffic| pictures::scaling(&traffic).content());
-    let Ok(plan) = workload.plan() else { return json!({ "traffic": traffic }) };
+    let Ok(plan) = workload.plan() else { return Value::Null };
     let rank = measured(run, plan.rank).filter(|rank| rank["peak_bytes"].as_u64() > Some(0));
     let peak = rank.and_then(|rank| rank["peak_bytes"].as_u64());
     let line = peak.map(|peak| (format!("measured peak, rank {}", plan.rank), peak));
@@ -27,7 +22,6 @@ pub(super) fn charts(run: &RunFiles) -> Value {
         "memory": pictures::memory(&plan.timeline, line.as_slice()).content(),
         "measured_rank": rank.filter(|_| Category::ALL.iter().all(is_recorded)),
         "over_step": over_step(run, &plan).map(|chart| chart.content()),
-        "traffic": traffic,
         "rank": plan,
     })
 }

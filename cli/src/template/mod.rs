@@ -10,7 +10,7 @@ use minijinja::{AutoEscape, Environment, Error, Output, State, UndefinedBehavior
 use serde::Serialize;
 
 /// The templates by name.
-const TEMPLATES: [(&str, &str); 15] = [
+const TEMPLATES: [(&str, &str); 14] = [
     ("chart.css", include_str!("chart.css")),
     ("style.css", include_str!("style.css")),
     ("page.html", include_str!("page.html")),
@@ -22,7 +22,6 @@ const TEMPLATES: [(&str, &str); 15] = [
     ("meshes.txt", include_str!("../plan/meshes.txt")),
     ("words.txt", include_str!("../plan/words.txt")),
     ("fit.txt", include_str!("../plan/fit.txt")),
-    ("scaling.txt", include_str!("../plan/scaling.txt")),
     ("report.html", include_str!("../report/report.html")),
     ("pictures.html", include_str!("../report/pictures.html")),
     ("tables.html", include_str!("../report/tables.html")),

@@ -14,24 +14,15 @@ const BOTTOM: f64 = 34.0;
 pub(super) struct Frame {
     pub(super) x: (f64, f64),
     pub(super) y: (f64, f64),
-    /// Whether both axes are logarithmic.
-    pub(super) is_logarithmic: bool,
 }
 
 impl Frame {
-    /// Returns the position of a value in a range, 0 to 1.
-    fn share(&self, value: f64, (low, high): (f64, f64)) -> f64 {
-        let [value, low, high] =
-            if self.is_logarithmic { [value, low, high].map(f64::log2) } else { [value, low, high] };
-        (value - low) / (high - low)
-    }
-
     pub(super) fn x(&self, value: f64) -> f64 {
-        LEFT + (WIDTH - LEFT - RIGHT) * self.share(value, self.x)
+        LEFT + (WIDTH - LEFT - RIGHT) * share(value, self.x)
     }
 
     pub(super) fn y(&self, value: f64) -> f64 {
-        HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * self.share(value, self.y)
+        HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share(value, self.y)
     }
 
     pub(super) fn corners(&self, points: &[(f64, f64)]) -> String {
@@ -41,9 +32,6 @@ impl Frame {
 
     /// Returns ticks of the value axis, round in the displayed unit.
     fn value_ticks(&self, unit: Unit) -> Vec<f64> {
-        if self.is_logarithmic {
-            return powers_of_two(self.y, 6);
-        }
         let unit = match unit {
             Unit::Bytes => 1024_f64.powf(self.y.1.max(1.0).log(1024.0).floor()),
             Unit::Number | Unit::Percent => 1.0,
@@ -52,9 +40,6 @@ impl Frame {
     }
 
     fn position_ticks(&self) -> Vec<f64> {
-        if self.is_logarithmic {
-            return powers_of_two(self.x, 12);
-        }
         ticks(self.x, 6).into_iter().filter(|tick| tick.fract() == 0.0).collect()
     }
 
@@ -84,11 +69,9 @@ impl Frame {
     }
 }
 
-/// Returns at most `count` evenly spaced powers of two in a range.
-fn powers_of_two((low, high): (f64, f64), count: usize) -> Vec<f64> {
-    let (first, last) = (low.log2().ceil() as i32, high.log2().floor() as i32);
-    let every = usize::try_from(last - first + 1).unwrap_or(0).div_ceil(count).max(1);
-    (first..=last).step_by(every).map(|power| f64::from(power).exp2()).collect()
+/// Returns the position of a value in a range, 0 to 1.
+fn share(value: f64, (low, high): (f64, f64)) -> f64 {
+    (value - low) / (high - low)
 }
 
 /// Returns about `count` round numbers in a range.
@@ -118,18 +101,9 @@ mod tests {
 
     #[test]
     fn ticks_of_bytes_are_round_in_their_unit() {
-        let frame = Frame { x: (0.0, 1.0), y: (0.0, 11.0 * 1024.0 * 1024.0), is_logarithmic: false };
+        let frame = Frame { x: (0.0, 1.0), y: (0.0, 11.0 * 1024.0 * 1024.0) };
         let ticks = frame.value_ticks(Unit::Bytes);
         let ticks: Vec<_> = ticks.into_iter().map(|tick| text(tick, Unit::Bytes)).collect();
         assert_eq!(ticks, ["0 B", "5 MiB", "10 MiB"]);
-    }
-
-    #[test]
-    fn equal_factors_are_equal_distances_on_logarithmic_axes() {
-        let frame = Frame { x: (2.0, 32.0), y: (1.0, 1024.0), is_logarithmic: true };
-        let steps = [2.0, 4.0, 8.0].map(|ranks| frame.x(2.0 * ranks) - frame.x(ranks));
-        assert!(steps.iter().all(|step| (step - steps[0]).abs() < 1e-9), "{steps:?}");
-        assert_eq!(frame.position_ticks(), [2.0, 4.0, 8.0, 16.0, 32.0]);
-        assert_eq!(frame.value_ticks(Unit::Bytes), [1.0, 4.0, 16.0, 64.0, 256.0, 1024.0]);
     }
 }

@@ -43,7 +43,7 @@ impl Series {
     }
 }
 
-/// The scale of the axes.
+/// The scale of the value axis.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Scale {
     /// The value axis starts at 0.
@@ -51,8 +51,6 @@ pub(crate) enum Scale {
     FromZero,
     /// The value axis starts below the smallest value.
     Around,
-    /// Both axes are logarithmic (base 2).
-    Logarithmic,
 }
 
 /// A chart of curves over whole numbers.
@@ -139,15 +137,11 @@ impl Chart {
         let is_flat = high - low <= 1e-9 * high.abs().max(low.abs()).max(1e-30);
         let margin = if is_flat { high.abs().max(1e-9) * 0.5 } else { 0.06 * (high - low) };
         let top = if self.is_stacked && self.lines.is_empty() && !is_flat { high } else { high + margin };
-        let (y, is_logarithmic) = match self.scale {
-            Scale::FromZero => ((low, top), false),
-            Scale::Around => ((low - margin, top), false),
-            Scale::Logarithmic => {
-                let bottom = low.log2().floor();
-                ((bottom.exp2(), high.log2().ceil().max(bottom + 1.0).exp2()), true)
-            }
+        let bottom = match self.scale {
+            Scale::FromZero => low,
+            Scale::Around => low - margin,
         };
-        Some(Frame { x, y, is_logarithmic })
+        Some(Frame { x, y: (bottom, top) })
     }
 }
 

@@ -43,9 +43,8 @@ fn a_page_of_two_runs_is_self_contained_and_shares_charts() {
     let (curves, of_runs) = page.split_once("<h2>").unwrap();
     assert_eq!(curves.matches("<polyline").count(), 7 * 2);
     assert_eq!(page.matches("<circle").count(), 2);
-    // Per run: the measured peak, the plan over the measured memory, and the traffic of Ulysses, Megatron, ring, Ulysses × ring and
-    // the paper.
-    assert_eq!(of_runs.matches("<polyline").count(), (1 + 1 + 5) * 2);
+    // Per run: the measured peak, and the plan over the measured memory.
+    assert_eq!(of_runs.matches("<polyline").count(), (1 + 1) * 2);
     // Step time by activity (rings and stages among them) and by phase, planned and measured memory.
     assert_eq!(of_runs.matches("<polygon").count(), (7 + 4 + 6 + 6) * 2);
     assert_eq!(
@@ -208,7 +207,6 @@ fn a_plan_is_written_as_a_page() {
     let page = place.read("plan.html");
     assert_well_formed(&page);
     assert_eq!(page.matches("<polygon").count(), 6, "an area for each category");
-    assert_eq!(page.matches("<polyline").count(), 5, "traffic");
     let rows = ["<tr><td>2 × 4</td>", "<tr><td>sp 8 (twice the ranks)</td>"];
     for part in ["llama3-8b on dp 2 × sp 4", "activations", "optimizer", "80 GiB"].into_iter().chain(rows) {
         assert!(page.contains(part), "no {part:?}");

@@ -123,8 +123,6 @@ fn flags_change_the_plan() {
     let plan = plan(&place, &[&arguments[..], &flags].concat());
     assert_eq!((&plan["dtype"], &plan["zero_stage"]), (&json!("bf16"), &json!(3)));
     assert_eq!(plan["micro_batch_size"], 4);
-    let scaling = place.run(&["plan", "--scaling", "--set", "seed=1"]);
-    scaling.assert_refused(2, &["--scaling", "--set"]);
 }
 
 #[test]
@@ -434,22 +432,6 @@ fn the_memory_of_a_plan_is_written_as_svg() {
     assert!(svg.contains("prefers-color-scheme: dark") && !svg.contains("NaN"));
     let outcome = place.run(&["plan", "config.json", "--model", "nano", "--svg", "no/such/folder.svg"]);
     outcome.assert_refused(1, &["--svg", "no/such/folder.svg"]);
-}
-
-#[test]
-fn the_scaling_study_is_one_command() {
-    let place = Workplace::new();
-    let outcome = place.run(&["plan", "--scaling", "--svg", "scaling.svg"]);
-    outcome.assert_done();
-    assert!(
-        outcome.stdout.contains("synthetic MHA") && outcome.stdout.contains("too few heads"),
-        "{}",
-        outcome.stdout
-    );
-    assert!(place.read("scaling.svg").contains("llama3-405b"));
-    let models = plan(&place, &["--scaling"]);
-    let claimed = |point: usize| models[0]["points"][point]["claimed_bytes"].as_f64().unwrap();
-    assert_eq!((claimed(0), models[0]["points"].as_array().unwrap().len()), (claimed(7), 8));
 }
 
 #[test]
