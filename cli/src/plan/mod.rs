@@ -13,7 +13,6 @@ use super::arguments::at_least_1;
 use super::config_flags::ConfigFlags;
 use crate::failure::{Failure, OrFail};
 use crate::output::{log_line, print};
-use crate::template::chart::drawing;
 use anyhow::{Context, anyhow};
 use budget::{Available, MemoryFlags};
 use inputs::{check_model, resolve};
@@ -46,7 +45,7 @@ pub(super) struct PlanArgs {
     ///
     /// Searches mesh, micro batch, ZeRO stage and its axes, activation checkpointing, tiles, head chunks and offload for
     /// the same number of ranks and the same global batch. Everything else is as in CONFIG.
-    #[arg(long, requires = "memory_gib", conflicts_with_all = ["html", "svg"])]
+    #[arg(long, requires = "memory_gib", conflicts_with = "html")]
     fit: bool,
     /// Number of ranks for --fit [default: those of the mesh].
     #[arg(long, conflicts_with = "mesh", value_parser = at_least_1::<usize>)]
@@ -92,9 +91,6 @@ pub(super) struct PlanArgs {
     /// Write a self-contained HTML page with a chart of the memory over a step.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Write a chart of the memory over a step as SVG.
-    #[arg(long, value_name = "FILE")]
-    svg: Option<PathBuf>,
 }
 
 /// The content of a plan.
@@ -130,10 +126,6 @@ pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
     let report = report(&args)?;
     if let Some(file) = &args.html {
         write_file(file, "--html", view::page(&report).or_run()?)?;
-    }
-    if let Some(file) = &args.svg {
-        let memory = pictures::memory(&report.planned.plan.timeline, &[]);
-        write_file(file, "--svg", drawing(&[memory], 1))?;
     }
     if args.json {
         return print(format_args!("{:#}\n", json::plan(&report)));

@@ -1,10 +1,8 @@
 //! Charts as SVG. Colors and fonts are style classes, so that they follow light and dark mode.
 
-mod drawing;
 mod frame;
 mod units;
 
-pub(crate) use drawing::drawing;
 pub(crate) use units::{Unit, text};
 
 use super::escape;

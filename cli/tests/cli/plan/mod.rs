@@ -423,18 +423,6 @@ fn invalid_plans_are_refused_by_name() {
 }
 
 #[test]
-fn the_memory_of_a_plan_is_written_as_svg() {
-    let place = workplace(json!({}));
-    place.run(&["plan", "config.json", "--model", "nano", "--svg", "memory.svg"]).assert_done();
-    let svg = place.read("memory.svg");
-    assert!(svg.starts_with("<svg xmlns") && svg.ends_with("</svg>\n"), "{svg}");
-    assert_eq!(svg.matches("<polygon").count(), 6, "an area for each category");
-    assert!(svg.contains("prefers-color-scheme: dark") && !svg.contains("NaN"));
-    let outcome = place.run(&["plan", "config.json", "--model", "nano", "--svg", "no/such/folder.svg"]);
-    outcome.assert_refused(1, &["--svg", "no/such/folder.svg"]);
-}
-
-#[test]
 fn host_memory_of_a_node_limits_what_gpus_offload() {
     let place = workplace(json!({
         "mesh_param": [1, 2], "train_batch_size": 1, "bf16": { "enabled": true },
