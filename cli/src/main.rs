@@ -95,7 +95,7 @@ enum Command {
     Data(data::DataCommand),
     /// Measure throughput against a baseline, or find the longest sequence that fits.
     Bench(bench::BenchArgs),
-    /// Draw a device mesh with its process groups, or propose one.
+    /// Draw a device mesh with its process groups.
     Mesh(mesh::MeshArgs),
     /// Check this machine: CPU, memory, MPI, GPUs, disk and every collective.
     Doctor(doctor::DoctorArgs),

@@ -19,12 +19,3 @@ pub(super) fn describe(path: &Path) -> Result<ModelConfig, Failure> {
     description.notes.iter().for_each(|text| log_line(format_args!("note: {text}")));
     Ok(description.config)
 }
-
-/// Returns the `max_position_embeddings` of a model directory or file, if it has one.
-pub(super) fn max_positions_of(path: &Path) -> Option<usize> {
-    let description = match path.is_file() {
-        true => HfDescription::from_file(path),
-        false => HfDescription::from_dir(path),
-    };
-    description.ok()?.max_position_embeddings()
-}

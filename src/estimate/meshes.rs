@@ -103,7 +103,7 @@ impl Workload {
     }
 
     /// Returns whether the config has no setting that a pipeline refuses, besides partitions over sp.
-    pub(super) fn may_have_stages(&self) -> bool {
+    fn may_have_stages(&self) -> bool {
         let Config { ulysses, zero, checkpoint, .. } = &self.config;
         let copies = checkpoint.as_ref().and_then(|checkpoint| checkpoint.memory_interval);
         !ulysses.flexible_sp && zero.mics_shard_size.is_none() && copies.is_none()
@@ -120,7 +120,7 @@ impl Workload {
         shardings
     }
 
-    pub(super) fn ulysses_limits(&self) -> UlyssesLimits {
+    fn ulysses_limits(&self) -> UlyssesLimits {
         ulysses_limits(&self.model, &self.config, self.ranks_per_node)
     }
 
@@ -130,7 +130,7 @@ impl Workload {
     }
 
     /// Sets the mesh. Other stages than the configured ones have the layers that balance them, and partitions over dp.
-    pub(super) fn set_mesh(&mut self, mesh: MeshShape, sharding: SeqSharding) {
+    fn set_mesh(&mut self, mesh: MeshShape, sharding: SeqSharding) {
         let config = &mut self.config;
         config.ulysses.ring_size = sharding.ring_size;
         if mesh.pp != config.mesh.pp_size {
@@ -211,7 +211,7 @@ impl Workload {
     }
 
     /// Returns the workload with more partitions: at stage 3, and at stage 3 over dp and sp.
-    pub(super) fn with_more_partitions(&self) -> Vec<Self> {
+    fn with_more_partitions(&self) -> Vec<Self> {
         let config = &self.config;
         let axes = config.ulysses.zero_partition_axes;
         let over_dp = (config.zero.stage != ZeroStage::Parameters).then_some(axes);

@@ -11,7 +11,6 @@
 //! - [`Workload::candidate`]: the plan compared with a budget; the views of the search keep and order such candidates
 //! - [`Workload::alternatives`], [`Workload::meshes`]: the effect of other features and meshes
 //! - [`Workload::fit`]: the cheapest settings that fit
-//! - [`Workload::propose`]: the mesh for a cluster
 //! - [`Workload::step_time`]: the time of a step on a machine with known rates
 //! - [`Workload::stage_plans`]: the plan of each pipeline stage
 //! - [`RankStep`]: the compute and communication of one step
@@ -23,7 +22,6 @@ mod fit;
 mod memory_copies;
 mod meshes;
 mod nodes;
-mod proposal;
 mod rank_plan;
 mod rank_step;
 mod recorder;
@@ -37,7 +35,6 @@ pub use fit::{FIT_CRITERION, Fit};
 pub use memory_copies::CopiedBytes;
 pub use meshes::{MeshChoice, ulysses_limits};
 pub use nodes::SentBytes;
-pub use proposal::Proposal;
 pub use rank_plan::{MomentMemory, RankPlan};
 pub use rank_step::{ModelFlops, PlannedCalls, RankStep, model_flops};
 pub use search::{Candidate, Criteria, Excess, MemoryBudget};

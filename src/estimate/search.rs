@@ -1,6 +1,6 @@
 //! The search: candidates are run dry, compared with the memory, and rated by step time and longest sequence.
 //!
-//! Alternatives, meshes, proposals and fits are views of it. Each lists candidates and orders those that it keeps.
+//! Alternatives, meshes and fits are views of it. Each lists candidates and orders those that it keeps.
 
 use super::{RankPlan, StepTime, Workload};
 use crate::config::{Config, MachineProfile};

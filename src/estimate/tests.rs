@@ -1,6 +1,6 @@
 //! Dry steps of any size.
 
-use super::{RankPlan, RankStep, Workload};
+use super::{MemoryBudget, RankPlan, RankStep, Workload};
 use crate::config::Config;
 use crate::engine::EngineError;
 use crate::model::{ModelConfig, preset, shape};
@@ -213,4 +213,21 @@ fn state_in_host_memory_is_updated_there() {
     assert_eq!(most("AdamW", Category::Optimizer), 0, "no moment and no master copy is loaded");
     assert!(most("Lamb", Category::Optimizer) > 0, "LAMB is updated on the GPU");
     assert!(most("AdamW", Category::Gradients) > 0);
+}
+
+#[test]
+fn an_undecided_attention_output_is_saved_only_if_it_fits() {
+    let peak = |saves: Option<bool>| {
+        let config = json!({ "mesh_param": [1, 2], "ulysses": { "activation_checkpointing": true } });
+        let mut workload = workload(&config, DeviceKind::Cpu, 1).with_seq_len(1024);
+        workload.config.ulysses.save_attention_output = saves;
+        (workload.plan().unwrap().peak_bytes, workload)
+    };
+    let [(saved, _), (recomputed, _), (undecided, workload)] = [Some(true), Some(false), None].map(peak);
+    assert!(saved > recomputed && undecided == saved);
+    for (budget, saves) in [(None, true), (Some(saved), true), (Some(saved - 1), false), (Some(1), false)] {
+        let candidate = workload.candidate(budget.map(MemoryBudget::from)).unwrap();
+        assert_eq!(candidate.decided.config.ulysses.save_attention_output, Some(saves), "{budget:?}");
+        assert_eq!(candidate.plan.peak_bytes, if saves { saved } else { recomputed }, "{budget:?}");
+    }
 }

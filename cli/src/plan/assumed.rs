@@ -7,7 +7,7 @@ use ulysses::monitor::counted;
 
 /// The batch of an assumed config.
 #[derive(Clone, Copy)]
-pub(crate) enum AssumedBatch {
+pub(super) enum AssumedBatch {
     /// Micro batches of one sequence.
     OnePerRank,
     /// A global batch of this many sequences.
@@ -15,7 +15,7 @@ pub(crate) enum AssumedBatch {
 }
 
 /// Returns typical settings for long sequences on many ranks. `partitions_sp`: whether ZeRO partitions over dp and sp.
-pub(crate) fn assumed_config(batch: AssumedBatch, partitions_sp: bool) -> String {
+pub(super) fn assumed_config(batch: AssumedBatch, partitions_sp: bool) -> String {
     let (key, size) = match batch {
         AssumedBatch::OnePerRank => ("train_micro_batch_size_per_gpu", 1),
         AssumedBatch::Global(size) => ("train_batch_size", size),
@@ -31,10 +31,10 @@ pub(crate) fn assumed_config(batch: AssumedBatch, partitions_sp: bool) -> String
 }
 
 /// The name of a config that is not a file, for errors.
-pub(crate) const ASSUMED: &str = "the assumed config";
+pub(super) const ASSUMED: &str = "the assumed config";
 
 /// Describes dtype, optimizer and device.
-pub(crate) fn basics(config: &Config, device: DeviceKind) -> String {
+pub(super) fn basics(config: &Config, device: DeviceKind) -> String {
     let written = serde_json::to_value(config).unwrap_or_default();
     let optimizer = match written["optimizer"]["type"].as_str() {
         Some("Adam") if written["optimizer"]["params"]["adam_w_mode"] == true => "AdamW",
@@ -49,7 +49,7 @@ pub(crate) fn basics(config: &Config, device: DeviceKind) -> String {
 }
 
 /// Describes the settings of a plan.
-pub(crate) fn settings(config: &Config, device: DeviceKind) -> String {
+pub(super) fn settings(config: &Config, device: DeviceKind) -> String {
     let checkpointing = match config.ulysses.activation_checkpointing {
         true => "activation checkpointing",
         false => "no activation checkpointing",

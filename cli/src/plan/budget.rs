@@ -11,23 +11,23 @@ const GIB: f64 = (1_u64 << 30) as f64;
 
 /// The values of the flags.
 #[derive(Clone, Copy)]
-pub(crate) struct MemoryFlags {
-    pub(crate) memory_gib: Option<f64>,
-    pub(crate) reserve_gib: Option<f64>,
-    pub(crate) host_memory_gib: Option<f64>,
+pub(super) struct MemoryFlags {
+    pub(super) memory_gib: Option<f64>,
+    pub(super) reserve_gib: Option<f64>,
+    pub(super) host_memory_gib: Option<f64>,
 }
 
 /// The memory for tensors.
 #[derive(Clone, Copy)]
-pub(crate) struct Available {
-    pub(crate) budget: MemoryBudget,
+pub(super) struct Available {
+    pub(super) budget: MemoryBudget,
     /// The part of a rank's memory that is not for tensors.
-    pub(crate) reserve_bytes: u64,
+    pub(super) reserve_bytes: u64,
 }
 
 impl MemoryFlags {
     /// Returns the memory for tensors, if `--memory-gib` is given.
-    pub(crate) fn available(self, device: DeviceKind) -> Result<Option<Available>, Failure> {
+    pub(super) fn available(self, device: DeviceKind) -> Result<Option<Available>, Failure> {
         let is_positive = |gib: f64| gib.is_finite() && gib > 0.0;
         let bytes = |flag: &str, gib: Option<f64>| match gib {
             Some(gib) if !is_positive(gib) => {
@@ -57,7 +57,7 @@ impl MemoryFlags {
 
 impl Available {
     /// Formats the memory for tensors, and how it follows from the flags if a part is reserved.
-    pub(crate) fn per_rank(self) -> String {
+    pub(super) fn per_rank(self) -> String {
         let size = |amount: u64| format_bytes(amount as f64);
         let Self { budget: MemoryBudget { rank_bytes, .. }, reserve_bytes } = self;
         match reserve_bytes {

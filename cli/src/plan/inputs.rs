@@ -4,20 +4,16 @@ use super::PlanArgs;
 use super::assumed::{ASSUMED, AssumedBatch, assumed_config};
 use crate::failure::{Failure, OrFail};
 use crate::mesh_flag::{mesh_overrides, stated_mesh};
-use crate::model::{describe, max_positions_of};
+use crate::model::describe;
 use crate::sources::tokenizer_file;
 use anyhow::anyhow;
 use std::path::Path;
 use ulysses::config::{Config, ConfigError, MeshShape, Overrides, RawConfig, Settings};
-use ulysses::model::{ModelConfig, PRESETS, max_positions, shape};
+use ulysses::model::{ModelConfig, PRESETS, shape};
 use ulysses::trainer::job::{check_exchange, check_layers};
 
 /// Reads a config file, or without one the assumed config.
-pub(crate) fn raw_config(
-    file: Option<&Path>,
-    assumed: &str,
-    settings: &Settings,
-) -> Result<RawConfig, Failure> {
+fn raw_config(file: Option<&Path>, assumed: &str, settings: &Settings) -> Result<RawConfig, Failure> {
     match file {
         Some(path) => RawConfig::from_file_with(path, settings).or_usage(),
         None => RawConfig::from_json_str_with(assumed, ASSUMED, settings).or_usage(),
@@ -95,11 +91,6 @@ pub(crate) fn model(config: &Config) -> Result<(String, ModelConfig), Failure> {
         }
     };
     Ok((name.to_owned(), model))
-}
-
-/// Returns the model's `max_position_embeddings`, if its description has it.
-pub(crate) fn longest_of_model(name: &str) -> Option<usize> {
-    if is_on_disk(name) { max_positions_of(Path::new(name)) } else { max_positions(name) }
 }
 
 /// Returns whether a model is a file or a directory; a preset comes before a directory of its name.

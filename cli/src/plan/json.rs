@@ -130,7 +130,7 @@ fn mesh(MeshChoice { candidate, reason, is_longest }: &MeshChoice) -> Value {
 }
 
 /// Settings that were searched, and their plan.
-pub(crate) fn choice(candidate: &Candidate) -> Value {
+pub(super) fn choice(candidate: &Candidate) -> Value {
     let config = &candidate.workload.config;
     let ulysses = &config.ulysses;
     let json = json!({
@@ -167,7 +167,7 @@ fn speed(candidate: &Candidate) -> Value {
 }
 
 /// Joins objects; other values are left out.
-pub(crate) fn joined<const N: usize>(objects: [Value; N]) -> Value {
+pub(super) fn joined<const N: usize>(objects: [Value; N]) -> Value {
     let entries = objects.into_iter().filter_map(|object| match object {
         Value::Object(entries) => Some(entries),
         _ => None,

@@ -1,10 +1,10 @@
 //! `ulysses plan`.
 
-pub(crate) mod assumed;
-pub(crate) mod budget;
+mod assumed;
+mod budget;
 mod fit;
 mod inputs;
-pub(crate) mod json;
+mod json;
 pub(crate) mod pictures;
 mod view;
 
@@ -15,8 +15,8 @@ use crate::failure::{Failure, OrFail};
 use crate::output::{log_line, print};
 use anyhow::{Context, anyhow};
 use budget::{Available, MemoryFlags};
+pub(crate) use inputs::model;
 use inputs::{check_model, resolve};
-pub(crate) use inputs::{longest_of_model, model, raw_config};
 use std::path::{Path, PathBuf};
 use ulysses::config::MachineProfile;
 use ulysses::engine::check_offload_device;

@@ -10,12 +10,11 @@ use minijinja::{AutoEscape, Environment, Error, Output, State, UndefinedBehavior
 use serde::Serialize;
 
 /// The templates by name.
-const TEMPLATES: [(&str, &str); 14] = [
+const TEMPLATES: [(&str, &str); 13] = [
     ("chart.css", include_str!("chart.css")),
     ("style.css", include_str!("style.css")),
     ("page.html", include_str!("page.html")),
     ("macros.html", include_str!("macros.html")),
-    ("propose.txt", include_str!("../mesh/propose.txt")),
     ("plan.html", include_str!("../plan/plan.html")),
     ("plan.txt", include_str!("../plan/plan.txt")),
     ("changes.txt", include_str!("../plan/changes.txt")),

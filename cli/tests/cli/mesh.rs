@@ -140,47 +140,6 @@ fn a_mesh_is_written_as_svg() {
 }
 
 #[test]
-fn a_mesh_is_proposed_with_its_reasons() {
-    let on = |device: &str, seq_len: &str, memory: &str| {
-        let cluster =
-            ["mesh", "--propose", "--nodes", "2", "--devices-per-node", "8", "--model", "llama3-8b"];
-        let place = ["--seq-len", seq_len, "--memory-gib", memory, "--device", device];
-        Workplace::new().run(&[&cluster[..], &place].concat())
-    };
-    let propose = |seq_len: &str, memory: &str| on("cpu", seq_len, memory);
-    let text = propose("1024", "80");
-    assert!(text.assert_done().stdout.contains("--mesh 16x1: a whole sequence fits on one rank"), "{text:?}");
-    let text = propose("262144", "80");
-    let stdout = &text.assert_done().stdout;
-    assert!(
-        stdout.contains("16x1: ZeRO stage 3, sp groups within a node") && stdout.contains("does not fit"),
-        "{stdout}"
-    );
-    assert!(stdout.contains("is the smallest size that fits and divides the 8 ranks of a node"), "{stdout}");
-    assert!(stdout.contains("sp groups exchange attention heads"), "the mesh is drawn: {stdout}");
-    propose("4000000", "100").assert_refused(
-        1,
-        &[
-            "no mesh of these ranks fits",
-            "longest sequence that fits, on the mesh that needs least memory: ",
-            "`ulysses plan`",
-            "--config",
-        ],
-    );
-    // Plans of GPUs do not depend on this machine.
-    let text = on("cuda", "262144", "80");
-    assert!(text.assert_done().stdout.contains("71.72 GiB per rank, 76.00 GiB available: fits"), "{text:?}");
-    // The proposal names every flag that the config lacks.
-    let place = Workplace::new();
-    place.write("stage_0.json", r#"{ "train_micro_batch_size_per_gpu": 1 }"#);
-    let cluster = ["mesh", "--propose", "--nodes", "1", "--devices-per-node", "8", "--model", "llama3-8b"];
-    let rest = ["--seq-len", "8192", "--memory-gib", "40", "--device", "cuda", "--config", "stage_0.json"];
-    let text = place.run(&[&cluster[..], &rest].concat());
-    assert!(text.assert_done().stdout.contains("--zero-stage 3"), "{text:?}");
-    Workplace::new().run(&["mesh", "--propose", "--nodes", "2"]).assert_refused(2, &["--devices-per-node"]);
-}
-
-#[test]
 fn both_notations_draw_the_same() {
     assert_eq!(drawing(&["dp=2,sp=4"]), drawing(&["2x4"]));
     assert_eq!(drawing(&["2x4", "--names", "dp,sp"]), drawing(&["2x4"]));

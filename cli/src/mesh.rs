@@ -1,13 +1,10 @@
 //! `ulysses mesh`.
 
-mod propose;
-
 use super::arguments::at_least_1;
 use super::plan::write_file;
 use crate::failure::{Failure, OrFail};
 use crate::output::print;
 use anyhow::{Context, anyhow};
-use propose::ProposeArgs;
 use std::path::{Path, PathBuf};
 use ulysses::candle::DType;
 use ulysses::mesh::{Cluster, DeviceMesh, HybridMeshShape, MeshSpec, Preset, draw, draw_nodes, svg};
@@ -17,16 +14,13 @@ use ulysses::placement::{self, Layout};
 const DEFAULT_RANKS_PER_NODE: usize = 8;
 
 #[derive(clap::Args)]
-#[command(
-    after_help = "Give one of:\n  <SHAPE>    draw this mesh\n  --propose  propose a mesh for a cluster, and draw it"
-)]
 pub(super) struct MeshArgs {
     /// Mesh shape: `2x4` (dp × sp), `2x2x4` (dp × sp × tp), named axes `pp=2,dp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
     ///
     /// As in training, `intra:sp=8/inter:dp=2` gives sizes within a node and between nodes, `dp=2,sp=2@0,2,1,3` the rank at each
     /// coordinate; `split:` or `axlearn:` before sizes splits one axis over the nodes.
-    #[arg(allow_hyphen_values = true, required_unless_present = "propose", conflicts_with = "propose")]
-    shape: Option<String>,
+    #[arg(allow_hyphen_values = true)]
+    shape: String,
     /// Axis names for a shape without names, such as `dp,sp`.
     #[arg(long, value_delimiter = ',')]
     names: Option<Vec<String>>,
@@ -40,7 +34,7 @@ pub(super) struct MeshArgs {
     #[arg(long, value_parser = at_least_1::<usize>)]
     devices_per_node: Option<usize>,
     /// Shape between nodes, such as `1x2`; SHAPE is then the shape within a node.
-    #[arg(long, allow_hyphen_values = true, conflicts_with = "propose")]
+    #[arg(long, allow_hyphen_values = true)]
     inter: Option<String>,
     /// Also draw which part of a tensor each rank has: `7,3:Shard(0),Replicate` is a shape with one placement per axis.
     ///
@@ -50,8 +44,6 @@ pub(super) struct MeshArgs {
     /// Write a drawing of nodes and groups as SVG.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    #[command(flatten)]
-    propose: ProposeArgs,
 }
 
 /// A mesh, and its ranks per node, if known.
@@ -61,10 +53,7 @@ struct Drawn {
 }
 
 pub(super) fn run(args: &MeshArgs) -> Result<(), Failure> {
-    let drawn = match &args.shape {
-        None => propose::run(&args.propose, args.nodes, args.devices_per_node)?,
-        Some(shape) => drawn(shape, args)?,
-    };
+    let drawn = drawn(&args.shape, args)?;
     let nodes = drawn.ranks_per_node.map(|ranks| draw_nodes(&drawn.mesh, ranks)).transpose().or_usage()?;
     let tensor = args.tensor.as_deref().map(|text| draw_tensor(text, &drawn.mesh)).transpose()?;
     print(format_args!("{}{}{}", draw(&drawn.mesh), nodes.unwrap_or_default(), tensor.unwrap_or_default()))?;
