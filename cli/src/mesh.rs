@@ -7,7 +7,7 @@ use crate::output::print;
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
 use ulysses::candle::DType;
-use ulysses::mesh::{Cluster, DeviceMesh, HybridMeshShape, MeshSpec, Preset, draw, draw_nodes, svg};
+use ulysses::mesh::{Cluster, DeviceMesh, MeshSpec, Preset, draw, draw_nodes, svg};
 use ulysses::placement::{self, Layout};
 
 /// Default ranks per node of a drawing.
@@ -18,7 +18,7 @@ pub(super) struct MeshArgs {
     /// Mesh shape: `2x4` (dp × sp), `2x2x4` (dp × sp × tp), named axes `pp=2,dp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
     ///
     /// As in training, `intra:sp=8/inter:dp=2` gives sizes within a node and between nodes, `dp=2,sp=2@0,2,1,3` the rank at each
-    /// coordinate; `split:` or `axlearn:` before sizes splits one axis over the nodes.
+    /// coordinate.
     #[arg(allow_hyphen_values = true)]
     shape: String,
     /// Axis names for a shape without names, such as `dp,sp`.
@@ -33,9 +33,6 @@ pub(super) struct MeshArgs {
     /// Ranks per node.
     #[arg(long, value_parser = at_least_1::<usize>)]
     devices_per_node: Option<usize>,
-    /// Shape between nodes, such as `1x2`; SHAPE is then the shape within a node.
-    #[arg(long, allow_hyphen_values = true)]
-    inter: Option<String>,
     /// Also draw which part of a tensor each rank has: `7,3:Shard(0),Replicate` is a shape with one placement per axis.
     ///
     /// Placements are `Shard(DIM)`, `Replicate` and `Partial`. A dtype for the bytes may follow: `7,3:Shard(0),Replicate:bf16`.
@@ -94,9 +91,6 @@ fn drawn(shape: &str, args: &MeshArgs) -> Result<Drawn, Failure> {
         let ranks_per_node = ranks_per_node(shape, &mesh, args)?.or(own);
         return Ok(Drawn { mesh, ranks_per_node });
     }
-    if let Some(inter) = &args.inter {
-        return hybrid(&parse(shape, args, args.devices_per_node)?, &parse(inter, args, args.nodes)?);
-    }
     let world_size = args.world_size.or(cluster.map(Cluster::world_size));
     let mesh = parse(shape, args, world_size)?;
     // As in training, ranks are row-major whatever their nodes.
@@ -146,22 +140,6 @@ fn cluster(shape: &str, args: &MeshArgs) -> Result<Option<Cluster>, Failure> {
 /// Returns whether a shape leaves the number of ranks open.
 fn is_open(shape: &str) -> bool {
     if Preset::named(shape).is_some() { !shape.contains('=') } else { shape.contains("-1") }
-}
-
-fn hybrid(intra: &DeviceMesh, inter: &DeviceMesh) -> Result<Drawn, Failure> {
-    if intra.axis_names() != inter.axis_names() {
-        let message = format!("{intra} and --inter {inter}: expected the same axes in the same order");
-        return Err(Failure::Usage(anyhow!(message)));
-    }
-    let cluster = Cluster { nodes: inter.world_size(), ranks_per_node: intra.world_size() };
-    let ((names, intra), (_, inter)) = (axes(intra), axes(inter));
-    let shape = HybridMeshShape::new(&names, &intra, &inter, cluster).or_usage()?;
-    Ok(Drawn { mesh: shape.mesh().or_usage()?, ranks_per_node: Some(cluster.ranks_per_node) })
-}
-
-fn axes(mesh: &DeviceMesh) -> (Vec<&str>, Vec<i64>) {
-    let size = |&size: &usize| i64::try_from(size).unwrap_or(i64::MAX);
-    (mesh.axis_names().iter().map(String::as_str).collect(), mesh.shape().iter().map(size).collect())
 }
 
 fn parse(shape: &str, args: &MeshArgs, world_size: Option<usize>) -> Result<DeviceMesh, Failure> {

@@ -66,7 +66,6 @@ impl RawConfig {
         config.seed = overrides.seed.unwrap_or(config.seed);
         overrides.apply(&mut config.ulysses);
         config.notes.extend(replaced.into_iter().map(Note::warning));
-        config.notes.extend(stated.as_ref().and_then(|stated| stated.note.clone()).map(Note::warning));
         config.ulysses.mesh = overrides.layout.clone().or(stated.map(|stated| stated.spec));
         if !mesh.divides_model() && self.has_deepspeeds_axes(applied_rule.as_ref()) {
             config.ulysses.zero_partition_axes = PartitionAxes::DpSp;

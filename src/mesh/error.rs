@@ -176,17 +176,6 @@ pub enum MeshError {
         /// The error of these sizes.
         source: Box<MeshError>,
     },
-    /// No axis whose size is a multiple of the number of nodes.
-    #[error(
-        "no axis size of {mesh} is a multiple of the {nodes} nodes; give the sizes within a node and between nodes \
-         explicitly"
-    )]
-    NoAxisAcrossNodes {
-        /// The mesh in the notation `name=size,…`.
-        mesh: String,
-        /// Number of nodes.
-        nodes: usize,
-    },
     /// A number of nodes other than that of the mesh.
     #[error("the mesh has {nodes} nodes, but the devices are on {found}")]
     NodeCount {

@@ -75,27 +75,6 @@ impl HybridMeshShape {
         Ok(Self { axis_names: names, intra, inter })
     }
 
-    /// Splits a plain shape over the nodes. The first axis whose size is a multiple of the number of nodes runs
-    /// across them; the others stay within a node. One size may be `-1`.
-    ///
-    /// # Errors
-    /// Fails if the product of the sizes is not the world size, or no axis is a multiple of the number of nodes.
-    pub fn split(axis_names: &[&str], shape: &[i64], cluster: Cluster) -> Result<Self, MeshError> {
-        if shape.len() != axis_names.len() {
-            let axes = axis_names.len();
-            return Err(MeshError::HybridLengths { axes, intra: shape.len(), inter: axes });
-        }
-        let (axis_names, mut intra) = resolve_exact(axis_names, shape, cluster.world_size())?;
-        let mut inter = vec![1; intra.len()];
-        let Some(axis) = intra.iter().position(|size| size.is_multiple_of(cluster.nodes)) else {
-            let mesh = super::notation::axes(&axis_names, &intra);
-            return Err(MeshError::NoAxisAcrossNodes { mesh, nodes: cluster.nodes });
-        };
-        intra[axis] /= cluster.nodes;
-        inter[axis] = cluster.nodes;
-        Ok(Self { axis_names, intra, inter })
-    }
-
     /// Returns the names of the axes, aliases resolved.
     pub fn axis_names(&self) -> &[String] {
         &self.axis_names
@@ -218,31 +197,6 @@ mod tests {
     use super::*;
 
     const NAMES: [&str; 3] = ["pp", "dp", "sp"];
-    const TWO_OF_16: Cluster = Cluster { nodes: 2, ranks_per_node: 16 };
-
-    fn split(shape: &[i64]) -> Result<(Vec<usize>, Vec<usize>), MeshError> {
-        let shape = HybridMeshShape::split(&NAMES[3 - shape.len()..], shape, TWO_OF_16)?;
-        Ok((shape.intra, shape.inter))
-    }
-
-    #[test]
-    fn plain_shapes_are_split_along_the_first_divisible_axis() {
-        // The cases of axlearn's tests for two granules of 16 devices.
-        assert_eq!(split(&[2, 16]), Ok((vec![1, 16], vec![2, 1])));
-        assert_eq!(split(&[1, 2, 16]), Ok((vec![1, 1, 16], vec![1, 2, 1])));
-        assert_eq!(split(&[-1, 16]), Ok((vec![1, 16], vec![2, 1])));
-        assert_eq!(split(&[2, -1]), Ok((vec![1, 16], vec![2, 1])));
-        let mismatch = |shape: &[i64]| matches!(split(shape), Err(MeshError::WorldSizeMismatch { .. }));
-        assert!(mismatch(&[3, 2, 16]) && mismatch(&[1, 1]));
-    }
-
-    #[test]
-    fn a_shape_without_a_divisible_axis_is_an_error() {
-        let cluster = Cluster { nodes: 4, ranks_per_node: 2 };
-        let error = HybridMeshShape::split(&["a", "b", "c"], &[2, 2, 2], cluster).unwrap_err();
-        assert_eq!(error, MeshError::NoAxisAcrossNodes { mesh: "a=2,b=2,c=2".into(), nodes: 4 });
-        assert!(error.to_string().contains("is a multiple of the 4 nodes"), "{error}");
-    }
 
     #[test]
     fn both_sides_infer_one_size_and_errors_name_the_side() {
@@ -256,7 +210,6 @@ mod tests {
         assert!(message(&[2, 4], &[2, 3]).starts_with("between nodes: mesh dp=2,sp=3 needs 6 ranks"));
         assert!(message(&[-1, -1], &[4, 1]).starts_with("within a node: axes dp, sp have size -1"));
         assert!(message(&[8], &[4, 1]).contains("2 axes, 1 size(s) within a node and 2 between nodes"));
-        assert!(HybridMeshShape::split(&["dp"], &[2, 4], cluster).is_err());
     }
 
     #[test]

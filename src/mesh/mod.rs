@@ -57,7 +57,6 @@ pub use rules::MeshRules;
 pub use seq_sharding::{SeqSharding, TokenRanges, UlyssesLimits};
 pub use shard_range::shard_range;
 pub use spec::MeshSpec;
-pub use stated_sizes::SplitRule;
 pub use svg::svg;
 pub use tensor_shard::TensorShard;
 

@@ -2,7 +2,7 @@
 
 use super::axis_names::AXIS_ORDER;
 use super::notation::{parse_axes, unreadable};
-use super::stated_sizes::{Axes, SplitRule, axes_of, borrowed, hybrid_shape, place, resolve_axes, split};
+use super::stated_sizes::{Axes, axes_of, borrowed, hybrid_shape, place, resolve_axes};
 use super::{
     Cluster, DeviceMesh, HybridMeshShape, MeshError, Preset, RankHosts, TrainingShape, canonical_axis_name,
 };
@@ -16,7 +16,6 @@ use std::fmt;
 /// | `intra:sp=4/inter:dp=2` | a [`HybridMeshShape`]: sizes within a node and between nodes; a missing axis has size 1. `ici` and `dcn` are synonyms |
 /// | `dp=2,sp=2@0,2,1,3` | the rank at each coordinate, row-major |
 /// | `ulysses`, `hsdp=2x4` | a [`Preset`] |
-/// | `split:4x2`, `axlearn:4x2` | sizes of which one axis is split over the nodes, by a [`SplitRule`] |
 ///
 /// ```
 /// use ulysses::mesh::{Cluster, MeshSpec};
@@ -46,13 +45,6 @@ pub enum MeshSpec {
         /// The ranks, row-major.
         ranks: Vec<usize>,
     },
-    /// Sizes of which one axis is split over the nodes.
-    Split {
-        /// The rule that selects the axis.
-        rule: SplitRule,
-        /// The sizes.
-        axes: Axes,
-    },
     /// A preset, and its cluster if the text has one.
     Preset(Preset, Option<Cluster>),
 }
@@ -66,12 +58,8 @@ impl MeshSpec {
         if let Some((axes, ranks)) = text.split_once('@') {
             return Ok(Self::RankMap { axes: owned_axes(axes)?, ranks: parse_ranks(text, ranks)? });
         }
-        if let Some((name, axes)) = text.split_once(':') {
-            let rule = SplitRule::ALL.into_iter().find(|rule| rule.name() == name.trim());
-            return match rule {
-                Some(rule) => Ok(Self::Split { rule, axes: owned_axes(axes)? }),
-                None => parse_hybrid(text),
-            };
+        if text.contains(':') {
+            return parse_hybrid(text);
         }
         match Preset::named(text) {
             // Only the text decides about the cluster: any other would do.
@@ -84,7 +72,7 @@ impl MeshSpec {
         }
     }
 
-    /// Infers all sizes and replaces presets and rules by their shapes. The result is `Axes`, `Hybrid` or `RankMap`.
+    /// Infers all sizes and replaces presets by their shapes. The result is `Axes`, `Hybrid` or `RankMap`.
     ///
     /// On a cluster of one node, or without one, the stated sizes determine the nodes of a hybrid shape.
     ///
@@ -103,10 +91,6 @@ impl MeshSpec {
                 Ok(Self::RankMap { axes: axes_of(&mesh), ranks: ranks.clone() })
             }
             Self::Hybrid { intra, inter } => Ok(Self::of_shape(&hybrid_shape(intra, inter, cluster)?)),
-            Self::Split { rule, axes } => match split(*rule, axes, cluster)? {
-                Some(shape) => Ok(Self::of_shape(&shape)),
-                None => Ok(Self::Axes(resolve_axes(axes, world_size)?)),
-            },
             Self::Preset(preset, Some(given)) => {
                 Preset::parse(&self.to_string(), cluster)?;
                 Ok(Self::Axes(axes_of(&preset.mesh(*given)?)))
@@ -124,9 +108,7 @@ impl MeshSpec {
     /// Fails if the mesh has other axes than a training mesh, or is not resolved.
     pub fn training_shape(&self) -> Result<TrainingShape, MeshError> {
         let mesh = match self {
-            Self::Axes(axes) | Self::RankMap { axes, .. } | Self::Split { axes, .. } => {
-                DeviceMesh::new(&borrowed(axes), None)?
-            }
+            Self::Axes(axes) | Self::RankMap { axes, .. } => DeviceMesh::new(&borrowed(axes), None)?,
             Self::Hybrid { intra, inter } => {
                 let shape = hybrid_shape(intra, inter, None)?;
                 let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
@@ -163,14 +145,6 @@ impl MeshSpec {
         }
     }
 
-    /// Returns a note if a rule could not be followed in `resolved`.
-    pub fn fallback_note(&self, resolved: &Self, cluster: Option<Cluster>) -> Option<String> {
-        let nodes = cluster.map_or(1, |cluster| cluster.nodes);
-        (matches!(self, Self::Split { .. }) && matches!(resolved, Self::Axes(_)) && nodes > 1).then(|| {
-            format!("the first axis of {resolved} larger than 1 is not a multiple of the {nodes} nodes: ranks are row-major")
-        })
-    }
-
     /// Returns the resolved mesh with its own axes, for consecutive ranks on each node, and the ranks per node if it states
     /// them.
     ///
@@ -178,9 +152,7 @@ impl MeshSpec {
     /// Fails if the mesh is invalid.
     pub fn mesh(&self) -> Result<(DeviceMesh, Option<usize>), MeshError> {
         match self {
-            Self::Axes(axes) | Self::Split { axes, .. } => {
-                Ok((DeviceMesh::new(&borrowed(axes), None)?, None))
-            }
+            Self::Axes(axes) => Ok((DeviceMesh::new(&borrowed(axes), None)?, None)),
             Self::RankMap { axes, ranks } => {
                 Ok((DeviceMesh::with_ranks(&borrowed(axes), ranks.clone())?, None))
             }
@@ -238,7 +210,6 @@ impl fmt::Display for MeshSpec {
                 let ranks: Vec<_> = ranks.iter().map(usize::to_string).collect();
                 write!(f, "{}@{}", written(axes), ranks.join(","))
             }
-            Self::Split { rule, axes } => write!(f, "{}:{}", rule.name(), written(axes)),
             Self::Preset(preset, None) => f.write_str(preset.name()),
             Self::Preset(preset, Some(Cluster { nodes, ranks_per_node })) => {
                 write!(f, "{}={nodes}x{ranks_per_node}", preset.name())
@@ -272,8 +243,13 @@ fn parse_hybrid(text: &str) -> Result<MeshSpec, MeshError> {
             "intra" | "ici" => &mut intra,
             "inter" | "dcn" => &mut inter,
             other => {
-                let reason =
-                    format!("`{other}` is not `intra` or `inter` (`ici`, `dcn`), `split` or `axlearn`");
+                let reason = match other {
+                    // Notations that were removed.
+                    "split" | "axlearn" => format!(
+                        "there is no `{other}:`; write the sizes within a node and between nodes, `intra:…/inter:…`"
+                    ),
+                    other => format!("`{other}` is not `intra` or `inter` (`ici`, `dcn`)"),
+                };
                 return Err(unreadable(text, reason));
             }
         };
@@ -315,8 +291,6 @@ mod tests {
             ("ulysses=4x2", "dp=4,sp=2"),
             ("2x2x2", "dp=2,sp=2,tp=2"),
             ("ici:tp=4/dcn:dp=2", "intra:dp=1,tp=4/inter:dp=2,tp=1"),
-            ("split:dp=1,sp=8", "intra:dp=1,sp=4/inter:dp=1,sp=2"),
-            ("split:sp=8,dp=1", "intra:dp=1,sp=4/inter:dp=1,sp=2"),
         ] {
             assert_eq!(resolved(text, TWO_OF_4).as_deref(), Ok(expected), "{text}");
         }
@@ -336,30 +310,19 @@ mod tests {
         }
         let both = resolved("intra:sp=-1/inter:dp=-1", one_of_8);
         assert_eq!(both.as_deref(), Ok("intra:dp=1,sp=8/inter:dp=1,sp=1"));
-        assert_eq!(resolved("split:4x2", one_of_8).as_deref(), Ok("dp=4,sp=2"));
         let error = resolved("intra:sp=-1/inter:dp=4", None).unwrap_err();
         assert_eq!(error, MeshError::InferWithoutWorldSize { axis: "sp".into() });
-    }
-
-    #[test]
-    fn axlearns_rule_splits_the_first_axis_above_1_or_falls_back() {
-        let of_3 = Some(Cluster { nodes: 3, ranks_per_node: 4 });
-        assert_eq!(resolved("axlearn:1x8", TWO_OF_4).as_deref(), Ok("intra:dp=1,sp=4/inter:dp=1,sp=2"));
-        assert_eq!(resolved("axlearn:6x2", of_3).as_deref(), Ok("intra:dp=2,sp=2/inter:dp=3,sp=1"));
-        // Ours takes the next axis where axlearn's falls back.
-        assert_eq!(resolved("split:2x6", of_3).as_deref(), Ok("intra:dp=2,sp=2/inter:dp=1,sp=3"));
-        let spec = MeshSpec::parse("axlearn:2x6").unwrap();
-        let fallback = spec.resolve(of_3).unwrap();
-        assert_eq!(fallback.to_string(), "dp=2,sp=6");
-        assert!(spec.fallback_note(&fallback, of_3).unwrap().contains("not a multiple of the 3 nodes"));
-        assert_eq!(spec.fallback_note(&fallback, None), None);
-        assert!(resolved("split:4x4", Some(Cluster { nodes: 3, ranks_per_node: 4 })).is_err());
     }
 
     #[test]
     fn invalid_meshes_are_errors_that_say_why() {
         for (text, expected) in [
             ("intra:sp=4/outer:dp=2", "`outer` is not `intra` or `inter`"),
+            (
+                "split:4x2",
+                "there is no `split:`; write the sizes within a node and between nodes, `intra:…/inter:…`",
+            ),
+            ("axlearn:4x2", "there is no `axlearn:`"),
             ("intra:sp=4/ici:dp=2", "`ici` is given twice"),
             ("intra:sp=4,sp=2/inter:dp=2", "duplicate axis `sp`"),
             ("intra:ep=4/inter:dp=2", "sp (or ring and ulysses) and, last, tp; got ep, dp"),

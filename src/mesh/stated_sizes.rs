@@ -6,27 +6,6 @@ use super::{Cluster, DeviceMesh, HybridMeshShape, MeshError};
 /// Names and sizes; -1 is inferred.
 pub(super) type Axes = Vec<(String, i64)>;
 
-/// The axis of a plain shape that is split over the nodes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SplitRule {
-    /// The first axis whose size is a multiple of the number of nodes; an error if there is none.
-    FirstMultiple,
-    /// axlearn's: the first axis larger than 1. If its size is not a multiple of the number of nodes, ranks are row-major.
-    FirstNonSingleton,
-}
-
-impl SplitRule {
-    pub(super) const ALL: [Self; 2] = [Self::FirstMultiple, Self::FirstNonSingleton];
-
-    /// Returns the prefix in the text notation.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::FirstMultiple => "split",
-            Self::FirstNonSingleton => "axlearn",
-        }
-    }
-}
-
 /// Returns the axes with borrowed names.
 pub(super) fn borrowed(axes: &Axes) -> Vec<(&str, i64)> {
     axes.iter().map(|(name, size)| (name.as_str(), *size)).collect()
@@ -108,23 +87,4 @@ fn own_cluster(
         (None, None) => (1, divided(1, intra)?),
     };
     Ok(Cluster { nodes, ranks_per_node })
-}
-
-/// Splits one axis of a plain shape over the nodes; `None` if ranks are row-major.
-pub(super) fn split(
-    rule: SplitRule,
-    axes: &Axes,
-    cluster: Option<Cluster>,
-) -> Result<Option<HybridMeshShape>, MeshError> {
-    let Some(cluster) = cluster.filter(|cluster| cluster.nodes > 1) else { return Ok(None) };
-    let mut sorted = resolve_axes(axes, Some(cluster.world_size()))?;
-    sorted.sort_by_key(|(name, _)| place(name));
-    let (names, sizes): (Vec<&str>, Vec<i64>) = borrowed(&sorted).into_iter().unzip();
-    let nodes = i64::try_from(cluster.nodes).unwrap_or(i64::MAX);
-    let first = sizes.iter().find(|size| **size > 1);
-    if rule == SplitRule::FirstNonSingleton && first.is_none_or(|size| size % nodes != 0) {
-        return Ok(None);
-    }
-    // With axlearn's rule, the first axis that is a multiple of several nodes is the first one above 1.
-    HybridMeshShape::split(&names, &sizes, cluster).map(Some)
 }

@@ -75,7 +75,7 @@ fn nodes_are_drawn_with_groups_across_nodes() {
         text.contains("dp: 4 groups of 2, each across up to 2 nodes\nsp: 2 groups of 4, within a node\n"),
         "{text}"
     );
-    let hybrid = drawing(&["2x4", "--inter", "1x2"]);
+    let hybrid = drawing(&["intra:dp=2,sp=4/inter:sp=2"]);
     for row in ["0 │  0  1  2  3  8  9 10 11", "1 │  4  5  6  7 12 13 14 15"] {
         assert!(hybrid.contains(row), "{hybrid}");
     }
@@ -88,7 +88,7 @@ fn nodes_are_drawn_with_groups_across_nodes() {
     assert!(across.contains("sp: 2 groups of 4, each across up to 2 nodes\n"), "{across}");
     refused(&["2x2", "--nodes", "3"], &["4 ranks cannot be divided into 3 nodes"]);
     refused(&["2x2", "--nodes", "3", "--devices-per-node", "2"], &["needs 4 ranks, but the world size is 6"]);
-    refused(&["2x2", "--inter", "dp=2"], &["expected the same axes"]);
+    refused(&["split:1x8", "--nodes", "2"], &["no `split:`", "`intra:…/inter:…`"]);
     refused(&["fsdp"], &["`fsdp=NODESxRANKS`"]);
 }
 
@@ -243,6 +243,4 @@ fn hybrid_meshes_and_rank_maps_are_drawn_as_training_uses_them() {
     assert!(inferred.contains("sp: 2 groups of 4, within a node\n"), "{inferred}");
     let map = drawing(&["dp=2,sp=2@0,2,1,3", "--devices-per-node", "2"]);
     assert!(map.contains("sp: 2 groups of 2, each across up to 2 nodes\n"), "{map}");
-    let split = drawing(&["split:1x8", "--nodes", "2", "--devices-per-node", "4"]);
-    assert!(split.contains("sp: 1 group of 8, across 2 nodes\n"), "{split}");
 }

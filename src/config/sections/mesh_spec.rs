@@ -14,7 +14,7 @@ pub struct StatedMesh {
     pub shape: TrainingShape,
     /// The preset that gives it.
     pub preset: Option<Preset>,
-    /// A note if the mesh could not be arranged as stated.
+    /// Always `None`; `ulysses train` still reads it.
     pub note: Option<String>,
 }
 
@@ -25,8 +25,8 @@ impl StatedMesh {
     /// When the mesh is invalid, or does not fit the cluster.
     pub fn new(spec: &MeshSpec, cluster: Option<Cluster>) -> Result<Self, MeshError> {
         let resolved = spec.resolve(cluster)?;
-        let (shape, note) = (resolved.training_shape()?, spec.fallback_note(&resolved, cluster));
-        Ok(Self { spec: resolved, shape, preset: spec.preset(), note })
+        let shape = resolved.training_shape()?;
+        Ok(Self { spec: resolved, shape, preset: spec.preset(), note: None })
     }
 
     /// Returns the mesh if it gives the ranks an order of its own.

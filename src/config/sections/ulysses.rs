@@ -87,8 +87,7 @@ keys! {
         pub backend: Backend = choice().derived("the launcher's backend if processes were launched, else `nccl` for several ranks on several GPUs, else `thread`"),
         /// The mesh: `{"intra": {…}, "inter": {…}}` gives the sizes of dp and sp within a node and between nodes (`ici` and `dcn`
         /// are synonyms; an absent size is 1, one size of each may be -1). A string is any notation of `--mesh`: `"2x4"`,
-        /// `"dp=2,sp=2@0,2,1,3"` (the rank at each coordinate), a preset, or `"split:4x2"` and `"axlearn:4x2"` (one axis is split over
-        /// the nodes). It must agree with other sizes.
+        /// `"dp=2,sp=2@0,2,1,3"` (the rank at each coordinate) or a preset. It must agree with other sizes.
         pub mesh: Option<MeshSpec> = key(Value::Mesh).derived("row-major ranks"),
         /// Meshes by machine, `[[pattern, mesh, keys], …]`: the first pattern that matches the whole of `--mesh-selector`
         /// (default: `HOST/cpu`, or `HOST/` and the GPU's name) replaces the mesh of the file; a null mesh follows from the number

@@ -50,10 +50,6 @@ fn open_sizes_of_a_hybrid_mesh_follow_from_the_job() {
         "ulysses": {"mesh": {"intra": {"sp": -1}, "inter": {"dp": -1}}}}"#;
     assert_eq!(sizes(&of_job(text, 8, 4).unwrap()), (2, 4));
     assert_eq!(sizes(&of_job(text, 8, 8).unwrap()), (1, 8));
-    let split = text.replace(r#"{"intra": {"sp": -1}, "inter": {"dp": -1}}"#, r#""axlearn:3x4""#);
-    let config = of_job(&split, 12, 6).unwrap();
-    assert!(config.notes.iter().any(|note| note.contains("ranks are row-major")), "{:?}", config.notes);
-    assert_eq!(sizes(&config), (3, 4));
     let error = message(text);
     assert!(error.contains("`ulysses.mesh` is invalid: axis `sp` has size -1"), "{error}");
 }
@@ -88,6 +84,7 @@ fn an_invalid_mesh_is_reported_at_its_position() {
     refuse(r#"{"intra": 2}"#, "expected a mesh such as \"2x4\", or an object");
     refuse("[2, 2]", "expected a mesh such as \"2x4\", or an object");
     refuse(r#""2x""#, "invalid mesh `2x`");
+    refuse(r#""axlearn:3x4""#, "write the sizes within a node and between nodes, `intra:…/inter:…`");
 }
 
 /// A file with one rule for the machine `small`.
