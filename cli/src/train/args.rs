@@ -33,8 +33,7 @@ pub(crate) struct TrainArgs {
     pub(super) tokenizer: Option<String>,
     /// Mesh: `DPxSP`, `DPxSPxTP`, `pp=2,dp=2,sp=2,tp=2`, `dp_replicate=2,dp_shard=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
     ///
-    /// `intra:sp=8/inter:dp=2` gives sizes within a node and between nodes, `dp=2,sp=2@0,2,1,3` the rank at each coordinate;
-    /// `split:` or `axlearn:` before sizes splits one axis over the nodes.
+    /// `intra:sp=8/inter:dp=2` gives sizes within a node and between nodes, `dp=2,sp=2@0,2,1,3` the rank at each coordinate.
     /// A preset stands alone for the processes of a job, or as `ulysses=NODESxRANKS`. Overrides `mesh_rules`, and
     /// replaces mesh sizes of the config with a warning.
     #[arg(long, allow_hyphen_values = true)]

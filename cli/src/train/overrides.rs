@@ -4,7 +4,6 @@ use super::args::TrainArgs;
 #[cfg(unix)]
 use crate::failure::{Failure, OrFail};
 use crate::mesh_flag::{mesh_overrides, stated_mesh};
-use crate::output::log_line;
 #[cfg(unix)]
 use ulysses::config::{Backend, Config};
 use ulysses::config::{DataSource, Overrides, RawConfig};
@@ -33,8 +32,6 @@ pub(super) fn overrides(
     cluster: Option<Cluster>,
 ) -> Result<Overrides, JobError> {
     let mesh = args.mesh.as_deref().map(|mesh| stated_mesh(mesh, cluster)).transpose()?;
-    let notes = mesh.iter().filter_map(|mesh| mesh.note.as_ref());
-    notes.for_each(|note| log_line(format_args!("warning: {note}")));
     if let Some(selector) = args.mesh_selector.as_ref().filter(|_| !raw.has_mesh_rules()) {
         return Err(JobError::usage(format!(
             "--mesh-selector {selector}: {} has no `ulysses.mesh_rules` to select from; add some, or remove the flag",

@@ -14,8 +14,6 @@ pub struct StatedMesh {
     pub shape: TrainingShape,
     /// The preset that gives it.
     pub preset: Option<Preset>,
-    /// Always `None`; `ulysses train` still reads it.
-    pub note: Option<String>,
 }
 
 impl StatedMesh {
@@ -26,7 +24,7 @@ impl StatedMesh {
     pub fn new(spec: &MeshSpec, cluster: Option<Cluster>) -> Result<Self, MeshError> {
         let resolved = spec.resolve(cluster)?;
         let shape = resolved.training_shape()?;
-        Ok(Self { spec: resolved, shape, preset: spec.preset(), note: None })
+        Ok(Self { spec: resolved, shape, preset: spec.preset() })
     }
 
     /// Returns the mesh if it gives the ranks an order of its own.
