@@ -14,6 +14,21 @@ pub(super) fn workplace(changes: Value) -> Workplace {
     place
 }
 
+/// The layers of the model `shallow`, a fourth of those of llama3-8b.
+const SHALLOW_LAYERS: u64 = 8;
+
+/// A workplace with the model `shallow` too: searches of its longest sequences take a fourth of the time.
+fn workplace_with_shallow(changes: Value) -> Workplace {
+    let place = workplace(changes);
+    let llama = json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128_256, "hidden_size": 4096,
+        "intermediate_size": 14_336, "num_hidden_layers": SHALLOW_LAYERS, "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    });
+    place.write("shallow/config.json", llama.to_string());
+    place
+}
+
 pub(super) fn plan(place: &Workplace, arguments: &[&str]) -> Value {
     let outcome = place.run(&[&["plan"], arguments, &["--json"]].concat());
     outcome.assert_done();
@@ -169,10 +184,7 @@ fn features_and_meshes_change_memory_and_traffic() {
     let place = workplace(
         json!({ "mesh_param": [4, 2], "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "ulysses": { "seq_len": 4096 } }),
     );
-    let plan = plan(
-        &place,
-        &["changed.json", "--model", "llama3-8b", "--memory-gib", "80", "--ranks-per-node", "4"],
-    );
+    let plan = plan(&place, &["changed.json", "--model", "llama3-8b", "--ranks-per-node", "4"]);
     let peak_of = |change: &str| {
         let changes = plan["alternatives"].as_array().unwrap();
         let found = changes.iter().find(|known| known["change"].as_str().unwrap().starts_with(change));
@@ -299,56 +311,58 @@ fn offload_of_a_gpu_goes_to_host_memory_and_files_are_refused() {
     let most = 3 * 2 * (on_gpu["model"]["parameters"].as_u64().unwrap() / 32 + 2 * 128_256 * 4096 / 2);
     assert!(updated <= most, "{updated} of at most {most}: {on_gpu}");
     assert!(peak(&on_gpu) + state / 2 < peak(&on_cpu));
-    changed(
-        &plan(&place, &["changed.json", "--device", "cuda", "--memory-gib", "999"]),
-        "activation checkpoints on the GPU",
-    );
+    changed(&on_gpu, "activation checkpoints on the GPU");
     let refused = at("nvme").run(&["plan", "changed.json", "--device", "cuda"]);
     refused.assert_refused(2, &["`zero_optimization.offload_optimizer.device`", "set it to \"cpu\""]);
 }
 
-/// Peak and longest sequence of a single change.
-fn changed(plan: &Value, change: &str) -> (u64, u64) {
+/// The row of a single change.
+fn changed<'a>(plan: &'a Value, change: &str) -> &'a Value {
     let rows = plan["alternatives"].as_array().unwrap();
-    let row =
-        rows.iter().find(|row| row["change"] == change).unwrap_or_else(|| panic!("no {change}: {rows:?}"));
-    (row["peak_bytes"].as_u64().unwrap(), row["max_seq_len"].as_u64().unwrap())
+    rows.iter().find(|row| row["change"] == change).unwrap_or_else(|| panic!("no {change}: {rows:?}"))
 }
 
 #[test]
 fn memory_saving_features_are_planned_or_listed_as_changes() {
-    let arguments = ["changed.json", "--model", "llama3-8b", "--mesh", "1x2", "--memory-gib", "192"];
-    let of = |ulysses: Value, offload: bool| {
-        let place = workplace(json!({
+    let of = |ulysses: &Value, offload: bool, model: &[&str]| {
+        let place = workplace_with_shallow(json!({
             "train_batch_size": 1, "bf16": { "enabled": true },
             "activation_checkpointing": { "cpu_checkpointing": offload }, "ulysses": ulysses,
         }));
-        plan(&place, &arguments)
+        plan(&place, &[&["changed.json", "--mesh", "1x2", "--model"], model].concat())
     };
-    let plain = of(json!({ "seq_len": 65536, "activation_checkpointing": true }), false);
-    let (peak_without, longest_without) = changed(&plain, "as configured");
+    // Peaks are those of llama3-8b, and longest sequences, which are searched, those of `shallow`.
+    let both = |ulysses: Value, offload: bool| {
+        [&["llama3-8b"][..], &["shallow", "--memory-gib", "96"]].map(|model| of(&ulysses, offload, model))
+    };
+    let effect = |[whole, shallow]: &[Value; 2], change: &str| {
+        let longest = changed(shallow, change)["max_seq_len"].as_u64().unwrap();
+        (changed(whole, change)["peak_bytes"].as_u64().unwrap(), longest)
+    };
+    let plain = both(json!({ "seq_len": 65536, "activation_checkpointing": true }), false);
+    let (peak_without, longest_without) = effect(&plain, "as configured");
     for feature in ["tiles of 1024 tokens", "activation checkpoints in a file"] {
-        let (peak, longest) = changed(&plain, feature);
+        let (peak, longest) = effect(&plain, feature);
         assert!(peak < peak_without && longest > longest_without, "{feature}: {peak}, {longest}");
     }
-    changed(&plain, "2 head chunks");
-    let (peak, longest) = changed(&plain, "ZeRO stage 1 with optimizer state in a file");
+    effect(&plain, "2 head chunks");
+    let (peak, longest) = effect(&plain, "ZeRO stage 1 with optimizer state in a file");
     assert!(peak < peak_without && longest > longest_without, "{peak}, {longest}");
-    let (less, _) = changed(&plain, "ZeRO stage 3 with optimizer state and parameters in files");
+    let (less, _) = effect(&plain, "ZeRO stage 3 with optimizer state and parameters in files");
     assert!(less < peak, "{less}");
     let frugal = json!({
         "seq_len": 1_048_576, "activation_checkpointing": true, "tile_tokens": 1024, "head_chunks": 2,
     });
-    let frugal = of(frugal, true);
-    let (peak, longest) = changed(&frugal, "as configured");
-    assert_eq!(frugal["features"]["head_chunks"], 2);
-    assert_eq!(frugal["budget"]["max_seq_len"], longest);
+    let frugal = both(frugal, true);
+    let (peak, longest) = effect(&frugal, "as configured");
+    assert_eq!(frugal[1]["features"]["head_chunks"], 2);
+    assert_eq!(frugal[1]["budget"]["max_seq_len"], longest);
     for feature in ["all heads at once", "all tokens at once", "activation checkpoints in memory"] {
-        let (peak_without, longest_without) = changed(&frugal, feature);
+        let (peak_without, longest_without) = effect(&frugal, feature);
         assert!(peak < peak_without && longest > longest_without, "{feature}: {peak}, {longest}");
     }
     let frozen = json!({ "match": "_proj", "frozen": true });
-    let frozen = of(json!({ "seq_len": 65536, "parameter_groups": [frozen] }), false);
+    let frozen = of(&json!({ "seq_len": 65536, "parameter_groups": [frozen] }), false, &["llama3-8b"]);
     // 8.03 B parameters of 2 bytes; all but a billion are frozen, without gradient and state.
     let persistent = frozen["rank"]["persistent_bytes"].as_u64().unwrap();
     assert!((30 << 30..33_u64 << 30).contains(&persistent), "{persistent}");
@@ -424,27 +438,31 @@ fn invalid_plans_are_refused_by_name() {
 
 #[test]
 fn host_memory_of_a_node_limits_what_gpus_offload() {
-    let place = workplace(json!({
+    let seq_len = 131_072;
+    let place = workplace_with_shallow(json!({
         "mesh_param": [1, 2], "train_batch_size": 1, "bf16": { "enabled": true },
         "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "cpu" } },
         "activation_checkpointing": { "cpu_checkpointing": true },
-        "ulysses": { "seq_len": 32_768, "activation_checkpointing": true, "zero_partition_axes": ["dp", "sp"] },
+        "ulysses": { "seq_len": seq_len, "activation_checkpointing": true, "zero_partition_axes": ["dp", "sp"] },
     }));
-    let on_gpus = ["changed.json", "--model", "llama3-8b", "--device", "cuda", "--memory-gib", "80"];
+    let on_gpus = ["changed.json", "--model", "shallow", "--device", "cuda", "--memory-gib", "80"];
     let with = |host: &[&str]| plan(&place, &[&on_gpus[..], host].concat());
-    let (unlimited, limited) = (with(&[]), with(&["--host-memory-gib", "124"]));
-    // 8192 bytes per token and layer, and 16 bytes of state and gradient per parameter.
+    let (unlimited, limited) = (with(&[]), with(&["--host-memory-gib", "49"]));
+    // 8192 bytes per token and layer, and 16 bytes of state and gradient per parameter, together 49.7 GiB; and the parameters that are
+    // being updated.
+    let state = 16 * unlimited["model"]["parameters"].as_u64().unwrap();
+    let least = 8192 * seq_len * SHALLOW_LAYERS + state;
     let host = unlimited["host_bytes_per_node"].as_u64().unwrap();
-    assert!((130 << 30..132_u64 << 30).contains(&host), "{host}");
+    assert!((least..least + (5 << 30)).contains(&host), "{host} of at least {least}");
     let longest = |plan: &Value| plan["budget"]["max_seq_len"].as_u64().unwrap();
     assert!(unlimited["budget"]["fits"] == true && limited["budget"]["fits"] == false);
-    assert!(longest(&limited) < 32_768 && 32_768 < longest(&unlimited), "{}", longest(&limited));
-    let at_longest = with(&["--host-memory-gib", "124", "--seq-len", &longest(&limited).to_string()]);
+    assert!(longest(&limited) < seq_len && seq_len < longest(&unlimited), "{}", longest(&limited));
+    let at_longest = with(&["--host-memory-gib", "49", "--seq-len", &longest(&limited).to_string()]);
     assert!(at_longest["budget"]["fits"] == true, "{}", at_longest["budget"]);
     let text = |host: &[&str]| place.run(&[&["plan"], &on_gpus[..], host].concat());
     assert!(text(&[]).assert_done().stdout.contains("(host memory not checked; set --host-memory-gib)"));
-    let text = text(&["--host-memory-gib", "124"]);
+    let text = text(&["--host-memory-gib", "49"]);
     assert!(text.assert_done().stdout.contains("GiB of host memory,"), "{text:?}");
-    assert!(text.stdout.contains("more than 124 GiB per node"), "{text:?}");
+    assert!(text.stdout.contains("more than 49.00 GiB per node"), "{text:?}");
     place.run(&["plan", "changed.json", "--host-memory-gib", "1"]).assert_refused(2, &["--memory-gib"]);
 }
