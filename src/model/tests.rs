@@ -7,6 +7,7 @@ use crate::families::tests::config;
 use crate::nn::tests::{context, random};
 use crate::nn::*;
 use candle_core::{D, Result, Tensor};
+use serde_json::{Value, json};
 use ulysses_kernels::tensor::to_vec;
 
 fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
@@ -142,7 +143,7 @@ fn random_weights_have_the_requested_mean_and_deviation() {
 }
 
 /// `config.json` of a directory, changed by one key.
-fn hf_config(key: &str, value: serde_json::Value) -> std::result::Result<ModelConfig, ModelError> {
+fn hf_config(key: &str, value: Value) -> std::result::Result<ModelConfig, ModelError> {
     let dir = tempfile::tempdir().unwrap();
     let mut json = config().to_hf_json();
     json[key] = value;
@@ -153,22 +154,37 @@ fn hf_config(key: &str, value: serde_json::Value) -> std::result::Result<ModelCo
 #[test]
 fn hugging_face_descriptions_round_trip() {
     assert_eq!(hf_config("use_cache", true.into()).unwrap(), config());
-    let theta = serde_json::json!({ "rope_type": "default", "rope_theta": 5e5 });
+    let theta = json!({ "rope_type": "default", "rope_theta": 5e5 });
     assert_eq!(hf_config("rope_parameters", theta).unwrap().rope().unwrap().theta, 5e5);
 }
 
 #[test]
 fn models_that_would_be_computed_wrongly_are_refused_by_key() {
     let cases = [
-        ("model_type", serde_json::json!("bert")),
-        ("hidden_act", serde_json::json!("gelu")),
-        ("mlp_bias", serde_json::json!(true)),
-        ("attention_bias", serde_json::json!(true)),
-        ("sliding_window", serde_json::json!(4096)),
-        ("num_key_value_heads", serde_json::json!(3)),
-        ("head_dim", serde_json::json!(7)),
-        ("hidden_size", serde_json::json!(-4)),
-        ("num_hidden_layers", serde_json::json!(0)),
+        ("model_type", json!("bert")),
+        ("hidden_act", json!("gelu")),
+        ("mlp_bias", json!(true)),
+        ("attention_bias", json!(true)),
+        ("sliding_window", json!(4096)),
+        ("num_key_value_heads", json!(3)),
+        ("head_dim", json!(7)),
+        ("hidden_size", json!(-4)),
+        ("hidden_size", json!(0)),
+        ("hidden_size", json!("64")),
+        ("num_hidden_layers", json!(0)),
+        ("num_hidden_layers", json!(10_u64.pow(12))),
+        ("num_attention_heads", json!(u64::MAX)),
+        ("vocab_size", json!(10_u64.pow(18))),
+        ("rms_norm_eps", json!(-1.0)),
+        ("rope_theta", json!(0.0)),
+        ("is_causal", json!(false)),
+        ("is_causal", json!(null)),
+        ("is_encoder_decoder", json!(true)),
+        ("quantization_config", json!({ "quant_method": "gptq", "bits": 4 })),
+        ("per_layer_config", json!({ "0": { "num_key_value_heads": 2 } })),
+        ("attention_dropout", json!("0.1")),
+        ("logits_scaling", json!(8.0)),
+        ("no_rope_layers", json!([1, 0])),
     ];
     for (key, value) in cases {
         let error = hf_config(key, value).unwrap_err().to_string();

@@ -147,7 +147,8 @@ fn headers_must_account_for_every_byte_of_the_file() {
     };
     open(whole(header, 8)).unwrap();
     let endless = (1_u64 << 62).to_le_bytes().to_vec();
-    for bytes in [whole(header, 7), whole(header, 9), whole(overlapping, 12), endless, vec![1, 2, 3]] {
+    let damaged = [whole(header, 7), whole(header, 9), whole(overlapping, 12), endless];
+    for bytes in damaged.into_iter().chain([b"not weights at all".to_vec(), vec![1, 2, 3], vec![]]) {
         assert_names(&open(bytes).err().unwrap(), &["model.safetensors: "]);
     }
 }

@@ -4,13 +4,6 @@ use crate::support::cli::{Outcome, Workplace};
 use crate::train::word_tokenizer;
 use serde_json::{Value, json};
 
-/// Trains with the text of a config file.
-fn by_text(config: &str) -> Outcome {
-    let place = Workplace::new();
-    place.write("c.json", config);
-    place.run(&["train", "c.json"])
-}
-
 /// Trains with changes to the default test config.
 fn by_config(changes: Value) -> Outcome {
     let place = Workplace::new();
@@ -29,29 +22,22 @@ fn unreadable_config_files_are_named() {
     place.run(&["train", "bytes.json"]).assert_refused(2, &["bytes.json", "UTF-8"]);
 }
 
+/// `src/config/tests/diagnostics.rs` has every kind of error.
 #[test]
 fn config_errors_have_line_and_column() {
-    by_text("").assert_refused(2, &["c.json:1:1", "an empty file"]);
-    by_text("{ \"train_batch_size\": }").assert_refused(2, &["c.json:1:23", "not valid JSON"]);
-    by_text("[]").assert_refused(2, &["c.json:1:1", "JSON object", "array"]);
-    let unknown = by_text("{\n  \"train_batch_sise\": 4\n}");
-    unknown.assert_refused(2, &["c.json:2:3", "`train_batch_sise`", "did you mean `train_batch_size`?"]);
-    let misplaced = by_text("{ \"train_batch_size\": 4, \"steps\": 3 }");
-    misplaced.assert_refused(2, &["c.json:1:26", "did you mean `ulysses.steps`?"]);
-    by_text("{ \"train_batch_size\": \"4\" }").assert_refused(2, &["c.json:1:23", "found the string \"4\""]);
+    let place = Workplace::new();
+    place.write("c.json", "{\n  \"train_batch_sise\": 4\n}");
+    place
+        .run(&["train", "c.json"])
+        .assert_refused(2, &["c.json:2:3", "`train_batch_sise`", "did you mean `train_batch_size`?"]);
 }
 
 #[test]
 fn values_out_of_range_are_refused_with_their_key() {
     for (changes, key) in [
-        (json!({ "train_batch_size": 0 }), "`train_batch_size`"),
         (json!({ "ulysses": { "seq_len": 0 } }), "`ulysses.seq_len`"),
         (json!({ "ulysses": { "steps": 0 } }), "`ulysses.steps`"),
         (json!({ "ulysses": { "threads_per_rank": 0 } }), "`ulysses.threads_per_rank`"),
-        (json!({ "ulysses": { "seq_len": -64 } }), "`ulysses.seq_len`"),
-        (json!({ "ulysses": { "backend": "gloo" } }), "`ulysses.backend`"),
-        (json!({ "zero_optimization": { "stage": 4 } }), "`zero_optimization.stage`"),
-        (json!({ "mesh_param": [2, 0] }), "`mesh_param"),
         (json!({ "bf16": { "enabled": 1 } }), "`bf16.enabled`"),
     ] {
         by_config(changes).assert_refused(2, &["c.json:1:", key]);

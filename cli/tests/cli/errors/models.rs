@@ -90,37 +90,13 @@ fn missing_or_broken_model_configs_are_named() {
     }
 }
 
+/// `src/model/tests.rs` has every kind.
 #[test]
 fn unsupported_or_impossible_model_configs_are_refused() {
-    for (key, value) in [
-        ("model_type", json!("mamba2")),
-        ("attention_bias", json!(true)),
-        ("hidden_size", json!(0)),
-        ("hidden_size", json!("64")),
-        ("head_dim", json!(7)),
-        ("num_key_value_heads", json!(3)),
-        ("vocab_size", json!(10_u64.pow(18))),
-        ("num_hidden_layers", json!(10_u64.pow(12))),
-        ("num_attention_heads", json!(u64::MAX)),
-        ("rms_norm_eps", json!(-1.0)),
-        ("rope_parameters", json!({ "rope_theta": 0.0, "rope_type": "default" })),
-        ("rope_parameters", json!({ "rope_theta": 1e4, "rope_type": "longrope" })),
-        ("rope_parameters", json!({ "rope_type": "default", "rope_theta": 1e4, "warmup": 3 })),
-        ("rope_parameters", json!({ "full_attention": { "rope_type": "default", "rope_theta": 1e4 } })),
-        ("partial_rotary_factor", json!(0.5)),
-        ("is_causal", json!(false)),
-        ("is_causal", Value::Null),
-        ("is_encoder_decoder", json!(true)),
-        ("quantization_config", json!({ "quant_method": "gptq", "bits": 4 })),
-        ("per_layer_config", json!({ "0": { "num_key_value_heads": 2 } })),
-        ("attention_dropout", json!("0.1")),
-        ("logits_scaling", json!(8.0)),
-        ("no_rope_layers", json!([1, 0])),
-    ] {
+    for (key, value) in [("model_type", json!("mamba2")), ("num_attention_heads", json!(u64::MAX))] {
         let model = ModelDir::new();
         model.set(key, value);
-        let named = if key == "rope_parameters" { "rope_" } else { key };
-        model.assert_refused(&["model/config.json", named]);
+        model.assert_refused(&["model/config.json", key]);
     }
 }
 
@@ -220,16 +196,13 @@ fn a_head_with_other_values_than_the_embedding_is_not_tied() {
     assert!(tied.len() < untied.len() && !silence.contains("note: "), "{silence}");
 }
 
+/// `src/model/tests/shards.rs` has every kind of damage.
 #[test]
 fn missing_or_broken_weight_files_are_named() {
-    let bytes = std::fs::read(golden("tiny_strong", "model.safetensors")).unwrap();
-    let endless_header = [&(1_u64 << 62).to_le_bytes()[..], b"{}"].concat();
-    for content in [&bytes[..bytes.len() / 2], &bytes[..3], &endless_header, b"", b"not weights at all"] {
-        let model = ModelDir::new();
-        model.place.write("model/model.safetensors", content);
-        model.assert_refused(&["model/model.safetensors"]);
-    }
     let model = ModelDir::new();
+    let bytes = std::fs::read(golden("tiny_strong", "model.safetensors")).unwrap();
+    model.place.write("model/model.safetensors", &bytes[..bytes.len() / 2]);
+    model.assert_refused(&["model/model.safetensors"]);
     std::fs::remove_file(model.place.path("model/model.safetensors")).unwrap();
     model.assert_refused(&["model: no weights: neither model.safetensors nor model.safetensors.index.json"]);
 }
