@@ -3,6 +3,7 @@
 use super::training::{ADAGRAD, ADAM, LAMB, LION, MOMENTUM, SGD, Setup, on_mesh, setup};
 use crate::support::sample::{axes, sampled};
 use std::path::Path;
+use tempfile::TempDir;
 use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};
 use ulysses::engine::{EngineError, StepReport};
 
@@ -27,37 +28,64 @@ fn open(dir: &Path, step: u64) -> Checkpoint {
     checkpoint
 }
 
+/// A checkpoint after three steps.
+struct Saved {
+    setup: Setup,
+    dir: TempDir,
+    checkpoint: Checkpoint,
+}
+
+impl Saved {
+    fn new(setup: Setup) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        on_mesh(setup, |rank| {
+            rank.train(3)?;
+            rank.save(dir.path())
+        });
+        Self { setup, checkpoint: open(dir.path(), 3), dir }
+    }
+
+    /// Returns the numbers of partitions and files.
+    fn counts(&self) -> (usize, usize) {
+        let manifest = self.checkpoint.manifest();
+        (manifest.num_partitions, manifest.files.len())
+    }
+
+    /// Loads it with another setup, and checks that this saves the same state. Returns what was saved.
+    fn assert_loads(&self, setup: Setup) -> Checkpoint {
+        let again = tempfile::tempdir().unwrap();
+        on_mesh(setup, |rank| {
+            rank.resume(self.dir.path())?;
+            rank.save(again.path())
+        });
+        let (saved, loaded) = (&self.checkpoint, open(again.path(), 3));
+        let label = format!("{:?} to {setup:?}", self.setup);
+        assert_eq!(loaded.manifest().progress, saved.manifest().progress, "{label}");
+        let comparisons = diff(saved, &loaded).unwrap();
+        assert_eq!(comparisons.len(), saved.manifest().kinds.len() * 21, "{label}");
+        for (tensor, comparison) in comparisons {
+            assert_eq!(comparison, Comparison::Equal, "{label}: {tensor:?}");
+        }
+        loaded
+    }
+}
+
 #[test]
 fn loaded_state_is_bit_equal_on_every_mesh() {
     let saved =
         [(ADAM, 3), (MOMENTUM, 2), (SGD, 1), (LION, 2), (ADAGRAD, 2), (LAMB, 3)].map(|(optimizer, kinds)| {
-            let dir = tempfile::tempdir().unwrap();
-            on_mesh(Setup { optimizer, ..setup(2, 2, 3) }, |rank| {
-                rank.train(3)?;
-                rank.save(dir.path())
-            });
-            let saved = open(dir.path(), 3);
-            assert_eq!(saved.manifest().kinds.len(), kinds);
-            (optimizer, kinds, dir, saved)
+            let saved = Saved::new(Setup { optimizer, ..setup(2, 2, 3) });
+            assert_eq!(saved.checkpoint.manifest().kinds.len(), kinds);
+            saved
         });
     let meshes = [(1, 1), (4, 1), (1, 4), (2, 1), (3, 2), (5, 1)];
     let setups = meshes.into_iter().flat_map(|(dp, sp)| [0, 1, 2, 3].map(|stage| setup(dp, sp, stage)));
-    let cases = setups
-        .flat_map(|setup| saved.iter().map(move |saved| (Setup { optimizer: saved.0, ..setup }, saved)));
-    for (setup, (_, kinds, dir, saved)) in sampled(cases, |(setup, _)| setup.axes()) {
-        let again = tempfile::tempdir().unwrap();
-        on_mesh(setup, |rank| {
-            rank.resume(dir.path())?;
-            rank.save(again.path())
-        });
-        let loaded = open(again.path(), 3);
+    let cases = setups.flat_map(|setup| {
+        saved.iter().map(move |saved| (Setup { optimizer: saved.setup.optimizer, ..setup }, saved))
+    });
+    for (setup, saved) in sampled(cases, |(setup, _)| setup.axes()) {
+        let loaded = saved.assert_loads(setup);
         assert_eq!(loaded.manifest().num_partitions, setup.dp, "{setup:?}");
-        assert_eq!(loaded.manifest().progress, saved.manifest().progress, "{setup:?}");
-        let comparisons = diff(saved, &loaded).unwrap();
-        assert_eq!(comparisons.len(), kinds * 21, "{setup:?}");
-        for (tensor, comparison) in comparisons {
-            assert_eq!(comparison, Comparison::Equal, "{setup:?}: {tensor:?}");
-        }
     }
 }
 
@@ -96,28 +124,16 @@ fn hsdp_partitions_are_written_once_and_load_on_every_mesh() {
     // Partitions over two adjacent ranks: four dp ranks hold two replicas.
     const SHARDED: &str = r#"{ "zero_optimization": { "stage": 3, "mics_shard_size": 2 } }"#;
     let sharded = |dp, sp| Setup { extra: SHARDED, ..setup(dp, sp, 3) };
-    let dir = tempfile::tempdir().unwrap();
-    on_mesh(sharded(4, 2), |rank| {
-        rank.train(3)?;
-        rank.save(dir.path())
-    });
-    let saved = open(dir.path(), 3);
-    assert_eq!((saved.manifest().num_partitions, saved.manifest().files.len()), (2, 2 * 3));
+    let saved = Saved::new(sharded(4, 2));
+    assert_eq!(saved.counts(), (2, 2 * 3));
     for setup in [setup(1, 1, 0), setup(4, 1, 3), setup(3, 2, 2), sharded(4, 1), sharded(6, 1)] {
-        let again = tempfile::tempdir().unwrap();
-        on_mesh(setup, |rank| {
-            rank.resume(dir.path())?;
-            rank.save(again.path())
-        });
-        for (tensor, comparison) in diff(&saved, &open(again.path(), 3)).unwrap() {
-            assert_eq!(comparison, Comparison::Equal, "{setup:?}: {tensor:?}");
-        }
+        saved.assert_loads(setup);
     }
 }
 
 #[test]
 fn partitions_over_sp_are_written_by_their_ranks_and_load_in_both_settings() {
-    let (mut dirs, mut cases) = (Vec::new(), Vec::new());
+    let (mut all_saved, mut cases) = (Vec::new(), Vec::new());
     for ((dp_only, both), stage) in [("{}", OVER_SP), (BF16, BF16_OVER_SP)]
         .into_iter()
         .flat_map(|axes| [1, 2, 3].map(|stage| (axes, stage)))
@@ -125,17 +141,8 @@ fn partitions_over_sp_are_written_by_their_ranks_and_load_in_both_settings() {
         let over_dp = |dp, sp, stage| Setup { extra: dp_only, ..setup(dp, sp, stage) };
         let over_sp = |dp, sp, stage| Setup { extra: both, ..setup(dp, sp, stage) };
         for (saving, partitions) in [(over_sp(2, 2, stage), 4), (over_dp(2, 2, stage), 2)] {
-            let dir = tempfile::tempdir().unwrap();
-            on_mesh(saving, |rank| {
-                rank.train(3)?;
-                rank.save(dir.path())
-            });
-            let saved = open(dir.path(), 3);
-            assert_eq!(
-                (saved.manifest().num_partitions, saved.manifest().files.len()),
-                (partitions, partitions * 3),
-                "{saving:?}"
-            );
+            let saved = Saved::new(saving);
+            assert_eq!(saved.counts(), (partitions, partitions * 3), "{saving:?}");
             // Both settings on the same mesh, other meshes and another stage.
             let loading = [
                 over_sp(2, 2, stage),
@@ -145,23 +152,15 @@ fn partitions_over_sp_are_written_by_their_ranks_and_load_in_both_settings() {
                 over_dp(1, 1, 0),
                 over_sp(1, 4, 4 - stage),
             ];
-            cases.extend(loading.map(|loading| (dirs.len(), saving, loading)));
-            dirs.push(dir);
+            cases.extend(loading.map(|loading| (all_saved.len(), loading)));
+            all_saved.push(saved);
         }
     }
-    for (dir, saving, loading) in sampled(cases, |(_, saving, loading)| {
-        let (from, from_stage) = (saving.extra, saving.stage);
+    for (saved, loading) in sampled(cases, |(saved, loading)| {
+        let Setup { extra: from, stage: from_stage, .. } = all_saved[*saved].setup;
         [axes![from, from_stage], loading.axes()].concat()
     }) {
-        let dir = &dirs[dir];
-        let again = tempfile::tempdir().unwrap();
-        on_mesh(loading, |rank| {
-            rank.resume(dir.path())?;
-            rank.save(again.path())
-        });
-        for (tensor, comparison) in diff(&open(dir.path(), 3), &open(again.path(), 3)).unwrap() {
-            assert_eq!(comparison, Comparison::Equal, "{saving:?}, {loading:?}: {tensor:?}");
-        }
+        all_saved[saved].assert_loads(loading);
     }
 }
 
@@ -176,21 +175,9 @@ fn state_of_a_ring_loads_without_one_and_back() {
         (ring_of_all, [setup(2, 2, 3), setup(4, 1, 2), ring(1, 4)]),
         (setup(2, 2, 3), [ring(1, 2), ring(2, 4), ring_of_all]),
     ] {
-        let dir = tempfile::tempdir().unwrap();
-        on_mesh(saving, |rank| {
-            rank.train(3)?;
-            rank.save(dir.path())
-        });
-        let saved = open(dir.path(), 3);
+        let saved = Saved::new(saving);
         for setup in loading {
-            let again = tempfile::tempdir().unwrap();
-            on_mesh(setup, |rank| {
-                rank.resume(dir.path())?;
-                rank.save(again.path())
-            });
-            for (tensor, comparison) in diff(&saved, &open(again.path(), 3)).unwrap() {
-                assert_eq!(comparison, Comparison::Equal, "{saving:?} to {setup:?}: {tensor:?}");
-            }
+            saved.assert_loads(setup);
         }
     }
 }
@@ -211,26 +198,10 @@ fn state_of_divided_layers_loads_on_every_mesh_and_back() {
         (tp(1, 1, 3, 1), 3 * 3, [tp(1, 1, 3, 0), tp(3, 1, 1, 3), tp(2, 1, 2, 3), tp(1, 2, 2, 2)]),
         (tp(2, 2, 1, 2), 2 * 3, [tp(1, 1, 2, 0), tp(2, 1, 3, 3), tp(1, 2, 2, 1), tp(2, 2, 2, 3)]),
     ] {
-        let dir = tempfile::tempdir().unwrap();
-        on_mesh(saving, |rank| {
-            rank.train(3)?;
-            rank.save(dir.path())
-        });
-        let saved = open(dir.path(), 3);
-        assert_eq!(saved.manifest().files.len(), files, "{saving:?}");
+        let saved = Saved::new(saving);
+        assert_eq!(saved.checkpoint.manifest().files.len(), files, "{saving:?}");
         for setup in loading {
-            let again = tempfile::tempdir().unwrap();
-            on_mesh(setup, |rank| {
-                rank.resume(dir.path())?;
-                rank.save(again.path())
-            });
-            let loaded = open(again.path(), 3);
-            assert_eq!(loaded.manifest().progress, saved.manifest().progress, "{saving:?} to {setup:?}");
-            let comparisons = diff(&saved, &loaded).unwrap();
-            assert_eq!(comparisons.len(), 3 * 21, "{saving:?} to {setup:?}");
-            for (tensor, comparison) in comparisons {
-                assert_eq!(comparison, Comparison::Equal, "{saving:?} to {setup:?}: {tensor:?}");
-            }
+            saved.assert_loads(setup);
         }
     }
 }
@@ -245,26 +216,10 @@ fn state_of_stages_loads_on_every_mesh_and_back() {
         (with(PP_TP, 1, 1, 1), 4 * 3, [with("{}", 3, 1, 3), with(PP, 1, 1, 0), with(PP_TP, 1, 1, 1)]),
         (with("{}", 2, 2, 2), 2 * 3, [with(PP, 1, 1, 0), with(PP, 3, 1, 3), with(PP_TP, 1, 2, 1)]),
     ] {
-        let dir = tempfile::tempdir().unwrap();
-        on_mesh(saving, |rank| {
-            rank.train(3)?;
-            rank.save(dir.path())
-        });
-        let saved = open(dir.path(), 3);
-        assert_eq!(saved.manifest().files.len(), files, "{saving:?}");
+        let saved = Saved::new(saving);
+        assert_eq!(saved.checkpoint.manifest().files.len(), files, "{saving:?}");
         for setup in loading {
-            let again = tempfile::tempdir().unwrap();
-            on_mesh(setup, |rank| {
-                rank.resume(dir.path())?;
-                rank.save(again.path())
-            });
-            let loaded = open(again.path(), 3);
-            assert_eq!(loaded.manifest().progress, saved.manifest().progress, "{saving:?} to {setup:?}");
-            let comparisons = diff(&saved, &loaded).unwrap();
-            assert_eq!(comparisons.len(), 3 * 21, "{saving:?} to {setup:?}");
-            for (tensor, comparison) in comparisons {
-                assert_eq!(comparison, Comparison::Equal, "{saving:?} to {setup:?}: {tensor:?}");
-            }
+            saved.assert_loads(setup);
         }
     }
 }
