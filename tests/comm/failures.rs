@@ -1,12 +1,12 @@
 //! A failure on one rank soon ends the step on all ranks, with an error that names the rank.
 
 use crate::support::device::test_device;
+use crate::support::doubles::{Hooked, Pass};
 use crate::support::mesh_run::{
     Layout, ReferenceWeights, Rule, global_batch, layout, llama_config, micro_batches, on_mesh,
 };
 use crate::support::problems::{ADAMW, CONFIG, main_problem};
 use anyhow::Result;
-use candle_core::Tensor;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use ulysses::comm::ProcessGroupExt;
@@ -14,8 +14,7 @@ use ulysses::comm::thread::{LaunchError, LaunchOptions};
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::model::{DecoderLayer, Model, ModelConfig};
-use ulysses::nn::{Layer, LayerContext, LayerError, ParameterSpec, Saved};
+use ulysses::model::{Model, ModelConfig};
 
 /// Far more than a step takes, far less than the limit of a test.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -118,51 +117,6 @@ fn a_micro_batch_of_another_size_on_one_rank() {
     check_invalid_batch(|batch| batch.labels.truncate(1), "number of its local labels is");
 }
 
-/// The pass in which a [`Faulty`] layer panics.
-#[derive(Clone, Copy, PartialEq)]
-enum Pass {
-    Forward,
-    Backward,
-}
-
-/// A decoder layer that panics in one of its passes.
-struct Faulty {
-    layer: DecoderLayer,
-    panics_in: Pass,
-}
-
-impl Layer for Faulty {
-    fn name(&self) -> &str {
-        self.layer.name()
-    }
-
-    fn parameters(&self) -> &[ParameterSpec] {
-        self.layer.parameters()
-    }
-
-    fn forward(
-        &self,
-        params: &[Tensor],
-        x: &Tensor,
-        ctx: &LayerContext,
-    ) -> Result<(Tensor, Saved), LayerError> {
-        assert!(self.panics_in != Pass::Forward, "out of cheese");
-        self.layer.forward(params, x, ctx)
-    }
-
-    fn backward(
-        &self,
-        params: &[Tensor],
-        saved: Saved,
-        dy: Tensor,
-        grads: &[Option<Tensor>],
-        ctx: &LayerContext,
-    ) -> Result<Tensor, LayerError> {
-        assert!(self.panics_in != Pass::Backward, "out of cheese");
-        self.layer.backward(params, saved, dy, grads, ctx)
-    }
-}
-
 #[test]
 fn a_layer_that_panics_on_one_rank() {
     for (layout, panics_in) in LAYOUTS.into_iter().flat_map(|l| [(l, Pass::Forward), (l, Pass::Backward)]) {
@@ -170,7 +124,12 @@ fn a_layer_that_panics_on_one_rank() {
             let mut model = Model::new(config).unwrap();
             if rank == CULPRIT {
                 // The first layer: in the backward pass, reductions and gathers are in progress.
-                model.layers[0] = Box::new(Faulty { layer: DecoderLayer::new(config, 0), panics_in });
+                let panics = move |pass: Pass| {
+                    assert!(pass != panics_in, "out of cheese");
+                    Ok(())
+                };
+                let first = model.layers.remove(0);
+                model.layers.insert(0, Hooked::wrap(first, panics));
             }
             model
         };

@@ -1,10 +1,10 @@
 //! The memory of a rank, by the allocator: against ZeRO's formulas, and against the engine's own report.
 
 use crate::support::device::test_device;
+use crate::support::doubles::Hooked;
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
 use crate::support::reference::Batch;
 use anyhow::Result;
-use candle_core::Tensor;
 use serde_json::json;
 use std::ops::Range;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -15,8 +15,8 @@ use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{AllocationMeter, live_by_category, live_bytes, peak_bytes, reset_peak};
-use ulysses::model::{DecoderLayer, Model, ModelConfig, ModelError, RandomWeights, WeightSource, family};
-use ulysses::nn::{Layer, LayerContext, LayerError, ParameterSpec, Saved};
+use ulysses::model::{Model, ModelConfig, ModelError, RandomWeights, WeightSource, family};
+use ulysses::nn::ParameterSpec;
 
 /// Wide enough that names, views and plans are below 1 % of its tensors on every rank.
 static MODEL: LazyLock<ModelConfig> = LazyLock::new(|| {
@@ -308,52 +308,6 @@ fn a_step_leaves_the_memory_of_a_rank_unchanged() {
     }
 }
 
-/// A decoder layer that records the memory of its rank when it starts.
-struct Probe {
-    layer: DecoderLayer,
-    held: Arc<Mutex<Vec<i64>>>,
-}
-
-impl Probe {
-    fn model(held: &Arc<Mutex<Vec<i64>>>) -> Model {
-        let probe = |index| Probe { layer: DecoderLayer::new(&MODEL, index), held: held.clone() };
-        let layers = (0..MODEL.num_layers()).map(|index| Box::new(probe(index)) as Box<dyn Layer>);
-        Model { layers: layers.collect(), ..Model::new(&MODEL).unwrap() }
-    }
-}
-
-impl Layer for Probe {
-    fn name(&self) -> &str {
-        self.layer.name()
-    }
-
-    fn parameters(&self) -> &[ParameterSpec] {
-        self.layer.parameters()
-    }
-
-    fn forward(
-        &self,
-        params: &[Tensor],
-        x: &Tensor,
-        ctx: &LayerContext,
-    ) -> Result<(Tensor, Saved), LayerError> {
-        self.held.lock().unwrap().push(live_bytes());
-        self.layer.forward(params, x, ctx)
-    }
-
-    fn backward(
-        &self,
-        params: &[Tensor],
-        saved: Saved,
-        dy: Tensor,
-        grads: &[Option<Tensor>],
-        ctx: &LayerContext,
-    ) -> Result<Tensor, LayerError> {
-        self.held.lock().unwrap().push(live_bytes());
-        self.layer.backward(params, saved, dy, grads, ctx)
-    }
-}
-
 #[test]
 fn stage_3_has_at_most_two_gathered_layers_and_two_whole_gradients() {
     // Few tokens, so that activations are small compared with a layer's parameters.
@@ -361,7 +315,16 @@ fn stage_3_has_at_most_two_gathered_layers_and_two_whole_gradients() {
     let global = global_batch(&Batch::random(MODEL.vocab_size, 4, 4, 3)).unwrap();
     let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
         let log = Arc::new(Mutex::new(Vec::with_capacity(64)));
-        let mut engine = engine(Probe::model(&log), &RandomWeights { seed: 1 }, &config, groups)?;
+        let probe = |layer| {
+            let log = log.clone();
+            Hooked::wrap(layer, move |_| {
+                log.lock().unwrap().push(live_bytes());
+                Ok(())
+            })
+        };
+        let model = Model::new(&MODEL).unwrap();
+        let model = Model { layers: model.layers.into_iter().map(probe).collect(), ..model };
+        let mut engine = engine(model, &RandomWeights { seed: 1 }, &config, groups)?;
         let batch = micro_batches(&global, &engine)?.remove(0);
         engine.train_batch(|| Ok::<_, DataError>(batch.clone()))?;
         engine.workspace().clear();

@@ -11,6 +11,7 @@ use ulysses::kernels::attention::{
     AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
 };
 use ulysses::kernels::{OpError, Workspace};
+use ulysses::nn::{Layer, LayerContext, LayerError, ParameterSpec, Saved};
 
 /// A fault in the f32 sums of a [`FaultyGroup`], which are the gradients.
 #[derive(Debug, Clone, Copy)]
@@ -303,5 +304,56 @@ impl AttentionCompute for WrongAttentionLayout {
         workspace: &Workspace,
     ) -> Result<QkvGradients, AttentionError> {
         FlashAttention::default().attend_backward(qkv, upstream, &self.0(layout), workspace)
+    }
+}
+
+/// A pass of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pass {
+    Forward,
+    Backward,
+}
+
+/// A layer that calls a function before each pass.
+pub struct Hooked<F> {
+    inner: Box<dyn Layer>,
+    before: F,
+}
+
+impl<F: Fn(Pass) -> candle_core::Result<()> + Send + Sync + 'static> Hooked<F> {
+    pub fn wrap(inner: Box<dyn Layer>, before: F) -> Box<dyn Layer> {
+        Box::new(Self { inner, before })
+    }
+}
+
+impl<F: Fn(Pass) -> candle_core::Result<()> + Send + Sync + 'static> Layer for Hooked<F> {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn parameters(&self) -> &[ParameterSpec] {
+        self.inner.parameters()
+    }
+
+    fn forward(
+        &self,
+        params: &[Tensor],
+        x: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Saved), LayerError> {
+        (self.before)(Pass::Forward)?;
+        self.inner.forward(params, x, ctx)
+    }
+
+    fn backward(
+        &self,
+        params: &[Tensor],
+        saved: Saved,
+        dy: Tensor,
+        grads: &[Option<Tensor>],
+        ctx: &LayerContext,
+    ) -> Result<Tensor, LayerError> {
+        (self.before)(Pass::Backward)?;
+        self.inner.backward(params, saved, dy, grads, ctx)
     }
 }

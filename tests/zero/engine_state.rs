@@ -1,7 +1,7 @@
 //! The engine's state between calls: recycled storage, micro batches of many lengths, and errors part-way.
 
 use crate::support::device::test_device;
-use crate::support::doubles::{Fault, FaultyGroup};
+use crate::support::doubles::{Fault, FaultyGroup, Hooked, Pass};
 use crate::support::mesh_run::{
     Layout, Problem, Rule, by_name, global_batch, layout, llama, llama_config, micro_batches, on_mesh,
 };
@@ -191,42 +191,18 @@ fn micro_batches_of_different_lengths_weigh_by_their_tokens() {
     }
 }
 
-/// Fails in its first backward.
-struct FailsOnce(AtomicBool);
-
-impl Layer for FailsOnce {
-    fn name(&self) -> &str {
-        "fails-once"
-    }
-
-    fn parameters(&self) -> &[ParameterSpec] {
-        &[]
-    }
-
-    fn forward(&self, _: &[Tensor], x: &Tensor, _: &LayerContext) -> Result<(Tensor, Saved), LayerError> {
-        Ok((x.copy()?, Saved::new((), 0)))
-    }
-
-    fn backward(
-        &self,
-        _: &[Tensor],
-        _: Saved,
-        dy: Tensor,
-        _: &[Option<Tensor>],
-        _: &LayerContext,
-    ) -> Result<Tensor, LayerError> {
-        if self.0.swap(true, Ordering::Relaxed) {
-            return Ok(dy);
-        }
-        Err(candle_core::Error::Msg("once".into()).into())
-    }
-}
-
 #[test]
 fn after_a_failed_backward_nothing_trains_on_half_a_gradient() {
     let model = |config: &ModelConfig| {
-        let mut model = llama(config);
-        model.layers.insert(1, Box::new(FailsOnce(AtomicBool::new(false))));
+        let (mut model, failed) = (llama(config), AtomicBool::new(false));
+        let fails_once = move |pass: Pass| match pass {
+            Pass::Backward if !failed.swap(true, Ordering::Relaxed) => {
+                Err(candle_core::Error::Msg("once".into()))
+            }
+            _ => Ok(()),
+        };
+        let first = model.layers.remove(0);
+        model.layers.insert(0, Hooked::wrap(first, fails_once));
         model
     };
     for stage in 0..=3 {
