@@ -1,7 +1,7 @@
 //! An output projection with a bias (Phi, GPT-J) against the independent f64 reference, on every mesh.
 
 use crate::support::compare::{assert_close, values};
-use crate::support::features::{check_features, layouts_with};
+use crate::support::features::{GRID, check_features};
 use crate::support::mesh_run::{Layout, Problem, assert_matches, by_name, layout};
 use crate::support::problems::{CONFIG, packed_batch, problem};
 use crate::support::reference::{Family, ReferenceConfig, forward};
@@ -26,8 +26,7 @@ fn a_bias_in_the_head_is_the_same_on_every_mesh_with_and_without_features() {
         json!({ "activation_checkpointing": true, "loss_tile_tokens": 3 }),
         json!({ "tile_tokens": 5, "head_chunks": 2, "overlap_exchange": true }),
     ];
-    let layouts = layouts_with(&[(1, 1, 2), (2, 1, 2), (1, 3, 2)]);
-    check_features(&features.each_ref().map(with_bias), layouts.into_iter());
+    check_features(&features.each_ref().map(with_bias), GRID.layouts());
 }
 
 #[test]

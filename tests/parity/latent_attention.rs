@@ -1,6 +1,6 @@
 //! Latent attention against the independent f64 reference, on every mesh.
 
-use crate::support::features::check_features;
+use crate::support::features::{GRID, Grid, check_features};
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
 use crate::support::problems::{ADAMW, CONFIG, packed_batch, problem};
 use crate::support::reference::{Family, ReferenceConfig, RopeScaling};
@@ -25,18 +25,12 @@ fn deepseek(extra: Value) -> Problem {
 }
 
 /// With rings there are more ranks than heads.
-fn layouts() -> impl Iterator<Item = Layout> {
-    let meshes = [(1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3)];
-    let with_stages = meshes.into_iter().flat_map(|(dp, sp)| [0, 1, 2, 3].map(|stage| layout(dp, sp, stage)));
-    let pipelines = [(1, 1, 2), (2, 1, 2), (1, 3, 2)].map(|(dp, sp, pp)| Layout { pp, ..layout(dp, sp, 1) });
-    let divided = [(1, 1, 2), (1, 2, 2), (2, 1, 3), (1, 1, 3), (1, 1, 4)];
-    let divided = divided.map(|(dp, sp, tp)| Layout { tp, ..layout(dp, sp, 3) });
-    let rings = [(2, 2, 1), (2, 4, 1), (3, 3, 1), (5, 5, 1), (3, 6, 1), (2, 2, 2), (2, 2, 3)];
-    let rings = rings.map(|(ring, sp, tp)| Layout { ring, tp, ..layout(1, sp, 2) });
-    let all = with_stages.chain(pipelines).chain(divided).chain(rings);
-    all.chain([Layout { pp: 2, tp: 2, ..layout(1, 2, 1) }])
-        .flat_map(|layout| [1, 2].map(|accumulation| Layout { accumulation, ..layout }))
-}
+const LAYOUTS: Grid = Grid {
+    meshes: &[(1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3)],
+    divided: &[(1, 1, 2), (1, 2, 2), (2, 1, 3), (1, 1, 3), (1, 1, 4)],
+    rings: &[(2, 2, 1), (2, 4, 1), (3, 3, 1), (5, 5, 1), (3, 6, 1), (2, 2, 2), (2, 2, 3)],
+    ..GRID
+};
 
 #[test]
 fn latent_attention_is_the_same_on_every_mesh_with_and_without_features() {
@@ -52,7 +46,7 @@ fn latent_attention_is_the_same_on_every_mesh_with_and_without_features() {
         "activation_checkpointing": { "cpu_checkpointing": true },
     });
     let problems: Vec<_> = features.into_iter().chain([offloaded]).map(deepseek).collect();
-    check_features(&problems, layouts());
+    check_features(&problems, LAYOUTS.layouts());
 }
 
 #[test]

@@ -1,11 +1,10 @@
 //! Hybrid models of Mamba 2 and attention (Granite 4) against the independent f64 reference: state and convolution see whole
 //! documents on every mesh, and nothing else.
 
-use crate::support::features::layouts_with;
+use crate::support::features::{GRID, check_features_where};
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
 use crate::support::problems::{ADAMW, CONFIG, packed_batch, problem};
 use crate::support::reference::{Family, ReferenceConfig};
-use crate::support::sample::{axes, sampled};
 use serde_json::{Value, json};
 
 /// Two layers with Mamba 2 of four heads, one with attention.
@@ -32,19 +31,9 @@ fn mamba_2_is_the_same_on_every_mesh_with_and_without_features() {
         hybrid(false, tiles()),
         hybrid(true, tiles()),
     ];
-    let expected: Vec<_> = problems.iter().map(|problem| problem.reference().unwrap()).collect();
-    let layouts = layouts_with(&[(1, 1, 2), (2, 1, 2), (1, 3, 2)]).into_iter();
-    let cases = layouts.flat_map(|layout| (0..problems.len()).map(move |number| (layout, number)));
-    let fits = |(Layout { sp, ring, tp, .. }, number): &(Layout, usize)| {
-        // Two groups of heads are divided over two ranks. A chunk of two has four heads.
-        (number % 2 == 0 || *tp <= 2) && (*number < 4 || sp / ring * tp <= 4 && *tp < 3)
-    };
-    for (layout, number) in
-        sampled(cases.filter(fits), |(layout, number)| [axes![number], layout.axes()].concat())
-    {
-        let outcome = problems[number].run(layout).unwrap();
-        assert_matches(&outcome, &expected[number], 5e-5, &format!("problem {number}, {layout:?}"));
-    }
+    // Two groups of heads are divided over two ranks.
+    let fits = |problem: &Problem, layout: &Layout| !problem.config.qkv_bias || layout.tp <= 2;
+    check_features_where(&problems, GRID.layouts(), 5e-5, fits);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Layers of one branch (Nemotron-H) against the independent f64 reference: Mamba 2, attention or an MLP alone, on every mesh.
 
-use crate::support::features::{check_features, layouts_with};
+use crate::support::features::{GRID, Grid, check_features};
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
 use crate::support::problems::{ADAMW, CONFIG, packed_batch, problem};
 use crate::support::reference::{Family, ReferenceConfig};
@@ -28,8 +28,8 @@ fn layers_of_one_branch_are_the_same_on_every_mesh_with_and_without_features() {
     });
     let problems: Vec<_> = features.chain([offloaded]).map(hybrid).collect();
     // Of four stages, two have an MLP alone.
-    let layouts = layouts_with(&[(1, 1, 2), (2, 1, 2), (1, 3, 2), (1, 1, 4), (1, 2, 4)]);
-    check_features(&problems, layouts.into_iter());
+    let pipelines = &[(1, 1, 2), (2, 1, 2), (1, 3, 2), (1, 1, 4), (1, 2, 4)];
+    check_features(&problems, Grid { pipelines, ..GRID }.layouts());
 }
 
 #[test]
