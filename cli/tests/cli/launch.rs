@@ -1,10 +1,12 @@
 //! `ulysses launch` with shells as ranks; `cli/tests/mpi` launches real ranks.
 
 use crate::support::cli::{NO_THREADS, Outcome, Workplace};
+#[cfg(target_os = "linux")]
+use crate::support::processes::runs;
+use crate::support::processes::wait_until;
 use serde_json::json;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
 /// Launches shells as ranks, each with this script.
 fn launch(place: &Workplace, flags: &[&str], script: &str) -> Outcome {
@@ -98,11 +100,8 @@ fn signals_reach_every_rank_and_end_the_job_with_their_exit_code() {
             ["launch", "--nproc", "2", "--max-restarts", "3", "--program", "sh", "--", "-c", &script];
         let mut command = place.command(&arguments);
         let child = command.process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !(place.path("ready-0").exists() && place.path("ready-1").exists()) {
-            assert!(Instant::now() < deadline, "the ranks do not start");
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        let are_ready = || ["ready-0", "ready-1"].iter().all(|name| place.path(name).exists());
+        wait_until("the ranks do not start", are_ready);
         let target = format!("{group}{}", child.id());
         let kill = Command::new("kill").args([&format!("-{signal}"), "--", &target]).status();
         assert!(kill.unwrap().success());
@@ -131,22 +130,6 @@ fn invalid_launches_are_refused_before_anything_starts() {
     launch(&["--program", "./nothing", "--", "x"]).assert_refused(1, &["cannot start ./nothing"]);
     launch(&[]).assert_refused(2, &["ARGUMENTS"]);
     assert!(!place.path("out").exists());
-}
-
-/// Returns whether a process runs; a zombie does not.
-#[cfg(target_os = "linux")]
-fn runs(process: &str) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.trim())).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
-}
-
-#[track_caller]
-fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < deadline, "{what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 #[cfg(target_os = "linux")]

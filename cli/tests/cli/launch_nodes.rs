@@ -2,10 +2,11 @@
 //! has nodes with their own networks.
 
 use crate::support::cli::{Outcome, Workplace};
+use crate::support::processes::{runs, wait_until};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const SECRET: (&str, &str) = ("ULYSSES_JOB_SECRET", "0123456789abcdef");
 
@@ -60,21 +61,6 @@ impl Nodes {
         let process = self.place.read(file);
         assert!(Command::new("kill").args([signal, process.trim()]).status().unwrap().success());
     }
-}
-
-#[track_caller]
-fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < deadline, "{what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-/// Returns whether a process runs; a zombie does not.
-fn runs(process: &str) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.trim())).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 use crate::job::{Job, Running};
 use crate::support::cli::Workplace;
+use crate::support::processes::{runs, wait_until};
 use crate::training::{trained_metrics, wait_for_steps};
 use crate::trial;
 use libtest_mimic::Trial;
@@ -153,9 +154,7 @@ impl Network {
 
     /// Returns whether a rank of the first start runs.
     fn runs(&self, rank: usize) -> bool {
-        let process = std::fs::read_to_string(self.path(&format!("rank-{rank}-of-6"))).unwrap();
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.trim())).unwrap_or_default();
-        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+        runs(&std::fs::read_to_string(self.path(&format!("rank-{rank}-of-6"))).unwrap())
     }
 }
 
@@ -169,15 +168,6 @@ impl Drop for Network {
             }
             let _ = Command::new("ip").args(["netns", "del", &host]).output();
         }
-    }
-}
-
-#[track_caller]
-fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(100);
-    while !is_so() {
-        assert!(Instant::now() < deadline, "{what}");
-        std::thread::sleep(Duration::from_millis(20));
     }
 }
 
