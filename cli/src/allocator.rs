@@ -1,5 +1,7 @@
 //! The allocator of the command: exits with an error message if an allocation fails.
 
+#![allow(unsafe_code, reason = "an allocator")]
+
 use std::alloc::{GlobalAlloc, Layout};
 use std::fmt::{self, Display, Formatter};
 use std::io::Write;

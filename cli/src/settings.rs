@@ -1,5 +1,7 @@
 //! Process-wide settings and resource limits.
 
+#![allow(unsafe_code, reason = "settings of the allocator and the system")]
+
 use super::progress::above_progress;
 use crate::failure::Failure;
 use anyhow::anyhow;

@@ -45,6 +45,8 @@
 //! | d, f | model width, feed-forward width |
 //! | vocab | rows of the embedding or head |
 
+#![allow(unsafe_code, reason = "kernels")]
+
 mod arg_check;
 pub mod attention;
 pub mod attention_sink;

@@ -10,18 +10,18 @@ impl ZeroOptimizer {
     /// A refused operation.
     pub fn non_finite_gradients(&self) -> Result<Vec<&str>, ZeroError> {
         let mut names = Vec::new();
-        for unit in self.trained_units() {
+        for flat in self.trained_flats() {
             let partitions = if self.stage.partitions_optimizer() {
-                unit.shard_rank..unit.shard_rank + 1
+                flat.shard_rank..flat.shard_rank + 1
             } else {
-                0..unit.layout.num_partitions()
+                0..flat.layout.num_partitions()
             };
             for rank in partitions {
-                let Some(gradients) = unit.gradient_partition(rank)? else { continue };
-                for piece in unit.layout.pieces(unit.layout.partition(rank)) {
+                let Some(gradients) = flat.gradient_partition(rank)? else { continue };
+                for piece in flat.layout.pieces(flat.layout.partition(rank)) {
                     let part = gradients.narrow(0, piece.target.start, piece.target.len())?;
                     if !elementwise::all_finite(&part)? {
-                        names.push(unit.layout.parameters()[piece.parameter].name.as_str());
+                        names.push(flat.layout.parameters()[piece.parameter].name.as_str());
                     }
                 }
             }

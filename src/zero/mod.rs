@@ -24,13 +24,13 @@
 mod buffer_layout;
 mod error;
 mod finite;
+mod flat_unit;
 mod layout;
 mod optimizer;
 mod reduce;
 mod state;
 #[cfg(test)]
 mod tests;
-mod unit;
 mod unit_split;
 mod update;
 

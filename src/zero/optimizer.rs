@@ -1,8 +1,8 @@
 //! [`ZeroOptimizer`]: all units of a model on one rank.
 
+use super::flat_unit::{FlatUnit, Gradients, Parameters};
 use super::reduce::{self, Reduction};
 use super::state::StateTensor;
-use super::unit::{Gradients, Parameters, Unit};
 use super::unit_split::{UnitSplit, split_units};
 use super::{Buffer, Division, FlatLayout, StateBytes, Storage, ZeroError};
 use crate::comm::{ProcessGroupExt, TrainingGroups};
@@ -29,10 +29,10 @@ pub struct ZeroOptimizer {
     pub(super) config: OptimizerConfig,
     pub(super) groups: TrainingGroups,
     pub(super) storage: Storage,
-    /// The model's units, each with its entries of `units`.
+    /// The model's units, each with its entries of `flats`.
     pub(super) splits: Vec<UnitSplit>,
-    /// The flat buffers. None has both trained and frozen parameters, or both whole ones and shards of tp.
-    pub(super) units: Vec<Unit>,
+    /// The flat units. None has both trained and frozen parameters, or both whole ones and shards of tp.
+    pub(super) flats: Vec<FlatUnit>,
     in_flight: Option<Reduction>,
     /// Maximum number of elements that one piece of an update on the host has.
     pub(super) max_piece_elements: usize,
@@ -61,18 +61,18 @@ impl ZeroOptimizer {
         let shard_rank = groups.shard().rank();
         let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
         let units = units.into_iter().map(|unit| unit.with_frozen(is_frozen)).collect();
-        let (units, splits) = split_units(units);
+        let (layouts, splits) = split_units(units);
         let storage: Storage = storage.into();
         let options = &storage.options;
         let meter = memory::AllocationMeter::start();
-        let parameters = each(Category::Parameters, &units, |layout| {
+        let parameters = each(Category::Parameters, &layouts, |layout| {
             let store = storage.parameters.as_ref();
             Parameters::zeros(layout, stage.partitions_parameters(), options, store)
         })?;
         storage.settle()?;
         let parameter_bytes = meter.bytes();
         let meter = memory::AllocationMeter::start();
-        let gradients = each(Category::Gradients, &units, |layout| {
+        let gradients = each(Category::Gradients, &layouts, |layout| {
             let store = storage.gradients(stage);
             let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), &options.device, store);
             (!layout.is_frozen()).then(zeros).transpose()
@@ -81,13 +81,13 @@ impl ZeroOptimizer {
         let gradient_bytes = meter.bytes();
         let meter = memory::AllocationMeter::start();
         let state =
-            each(Category::Optimizer, &units, |layout| optimizer_state(layout, stage, &config, &storage))?;
+            each(Category::Optimizer, &layouts, |layout| optimizer_state(layout, stage, &config, &storage))?;
         storage.settle()?;
         let state_bytes =
             StateBytes { parameters: parameter_bytes, gradients: gradient_bytes, optimizer: meter.bytes() };
-        let parts = units.into_iter().zip(parameters).zip(gradients).zip(state);
-        let units = parts
-            .map(|(((layout, parameters), gradients), (master, state))| Unit {
+        let parts = layouts.into_iter().zip(parameters).zip(gradients).zip(state);
+        let flats = parts
+            .map(|(((layout, parameters), gradients), (master, state))| FlatUnit {
                 layout,
                 shard_rank,
                 parameters,
@@ -103,7 +103,7 @@ impl ZeroOptimizer {
             groups,
             storage,
             splits,
-            units,
+            flats,
             in_flight: None,
             max_piece_elements: MAX_PIECE_ELEMENTS,
             state_bytes,
@@ -113,15 +113,15 @@ impl ZeroOptimizer {
             this.state_bytes = this.expected_state_bytes();
         }
         let updates_all = !stage.partitions_optimizer();
-        for unit in this.units.iter_mut().filter(|unit| !unit.layout.is_frozen()) {
-            unit.param_group_ranges = unit.param_group_ranges(
+        for flat in this.flats.iter_mut().filter(|flat| !flat.layout.is_frozen()) {
+            flat.param_group_ranges = flat.param_group_ranges(
                 updates_all,
                 &this.config,
                 parameter_groups,
                 &this.storage.options.device,
             )?;
         }
-        this.units.iter().for_each(|unit| unit.place_state(&this.groups, stage));
+        this.flats.iter().for_each(|flat| flat.place_state(&this.groups, stage));
         this.initialize(initialize)?;
         Ok(this)
     }
@@ -130,24 +130,23 @@ impl ZeroOptimizer {
         if dry::is_dry() {
             return Ok(());
         }
-        let flats = self.splits.iter().enumerate().flat_map(|(index, split)| {
-            split.flats.clone().map(move |flat| (index, flat, split.parameters_of(flat)))
+        let flats = self.splits.iter().enumerate().flat_map(|(unit, split)| {
+            split.flats.clone().map(move |index| (unit, &self.flats[index], split.parameters_of(index)))
         });
-        for (index, flat, parameters) in flats {
-            let unit = &self.units[flat];
-            let range = match unit.parameters {
-                Parameters::Whole(_) => 0..unit.layout.padded_numel(),
-                Parameters::Partitioned { .. } => unit.layout.partition(unit.shard_rank),
+        for (unit, flat, parameters) in flats {
+            let range = match flat.parameters {
+                Parameters::Whole(_) => 0..flat.layout.padded_numel(),
+                Parameters::Partitioned { .. } => flat.layout.partition(flat.shard_rank),
             };
             let fill = |elements: &mut [f32]| {
-                unit.layout.pieces(range.clone()).try_for_each(|piece| {
-                    let place = (index, parameters[piece.parameter]);
+                flat.layout.pieces(range.clone()).try_for_each(|piece| {
+                    let place = (unit, parameters[piece.parameter]);
                     initialize(place, piece.elements, &mut elements[piece.target])
                 })
             };
             let TensorOptions { device, dtype } = &self.storage.options;
             if *dtype == DType::F32 && device.is_cpu() {
-                let stored = unit.parameters.persistent();
+                let stored = flat.parameters.persistent();
                 let parameters = stored.blank()?;
                 ulysses_kernels::tensor::with_slice_mut(&parameters, fill).map_err(ZeroError::from)??;
                 self.storage.settle()?;
@@ -155,24 +154,24 @@ impl ZeroOptimizer {
             } else {
                 let mut elements = vec![0.0; range.len()];
                 fill(&mut elements)?;
-                self.store(unit, elements)?;
+                self.store(flat, elements)?;
             }
         }
         Ok(self.storage.settle()?)
     }
 
     /// Copies initial parameters to the device, into `parameters.persistent()` and the master copy.
-    fn store(&self, unit: &Unit, elements: Vec<f32>) -> Result<(), ZeroError> {
-        let stored = unit.parameters.persistent();
+    fn store(&self, flat: &FlatUnit, elements: Vec<f32>) -> Result<(), ZeroError> {
+        let stored = flat.parameters.persistent();
         let exact = Tensor::from_vec(elements, stored.numel(), &self.storage.options.device)?;
         let parameters = stored.blank()?;
         cast(&exact, &parameters)?;
         self.storage.settle()?;
         stored.put(parameters)?;
-        if let Some(stored) = &unit.master {
-            let updated = match unit.parameters {
+        if let Some(stored) = &flat.master {
+            let updated = match flat.parameters {
                 Parameters::Whole(_) if self.stage.partitions_optimizer() => {
-                    let own = unit.layout.partition(unit.shard_rank);
+                    let own = flat.layout.partition(flat.shard_rank);
                     exact.narrow(0, own.start, own.len())?
                 }
                 _ => exact,
@@ -195,15 +194,15 @@ impl ZeroOptimizer {
         self.stage
     }
 
-    /// The layouts of the flat buffers: for each unit that of its trained parameters, then that of its frozen
+    /// The layouts of the flat units: for each unit that of its trained parameters, then that of its frozen
     /// ones, as far as it has either.
     pub fn layouts(&self) -> impl Iterator<Item = &FlatLayout> {
-        self.units.iter().map(|unit| &unit.layout)
+        self.flats.iter().map(|flat| &flat.layout)
     }
 
     /// Elements of one kind of optimizer state on this rank (Adam has two kinds).
     pub fn state_numel(&self) -> usize {
-        self.units.iter().filter_map(|unit| unit.state.first()).map(StateTensor::numel).sum()
+        self.flats.iter().filter_map(|flat| flat.state.first()).map(StateTensor::numel).sum()
     }
 
     /// Bytes of state on this rank, measured at allocation. All zero unless the program's allocator is a
@@ -234,9 +233,9 @@ impl ZeroOptimizer {
         let _gather = tracing::trace_span!("gather", unit).entered();
         self.prefetch(unit)?;
         let split = &self.splits[unit];
-        let units = self.units[split.flats.clone()].iter_mut();
+        let flats = self.flats[split.flats.clone()].iter_mut();
         let views: Vec<_> =
-            units.map(|unit| unit.gather(&**self.groups.shard())).collect::<Result<_, ZeroError>>()?;
+            flats.map(|flat| flat.gather(&**self.groups.shard())).collect::<Result<_, ZeroError>>()?;
         Ok(split.in_order(&views))
     }
 
@@ -246,7 +245,7 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn prefetch(&mut self, unit: usize) -> Result<(), ZeroError> {
         let flats = self.splits[unit].flats.clone();
-        self.units[flats].iter_mut().try_for_each(|unit| unit.start_gather(&**self.groups.shard()))
+        self.flats[flats].iter_mut().try_for_each(|flat| flat.start_gather(&**self.groups.shard()))
     }
 
     /// Starts to load a unit's offloaded partition for a later [`prefetch`](Self::prefetch); does nothing if
@@ -255,18 +254,18 @@ impl ZeroOptimizer {
     /// # Errors
     /// A file that cannot be read.
     pub fn read_ahead(&self, unit: usize) -> Result<(), ZeroError> {
-        self.units[self.splits[unit].flats.clone()].iter().try_for_each(Unit::read_ahead)
+        self.flats[self.splits[unit].flats.clone()].iter().try_for_each(FlatUnit::read_ahead)
     }
 
     /// Frees a unit's gathered parameters; does nothing if parameters are not partitioned.
     pub fn release(&mut self, unit: usize) {
         let flats = self.splits[unit].flats.clone();
-        self.units[flats].iter_mut().for_each(Unit::release);
+        self.flats[flats].iter_mut().for_each(FlatUnit::release);
     }
 
     /// Frees all gathered parameters.
     pub fn release_all(&mut self) {
-        self.units.iter_mut().for_each(Unit::release);
+        self.flats.iter_mut().for_each(FlatUnit::release);
     }
 
     /// Views for the gradients of a unit's backward, in the order of its parameters; `None` for frozen
@@ -276,8 +275,7 @@ impl ZeroOptimizer {
     /// A failed allocation.
     pub fn gradients(&mut self, unit: usize) -> Result<Vec<Option<Tensor>>, ZeroError> {
         let split = &self.splits[unit];
-        let units = self.units[split.flats.clone()].iter_mut();
-        let views = units.map(Unit::gradient_views);
+        let views = self.flats[split.flats.clone()].iter_mut().map(FlatUnit::gradient_views);
         let views: Vec<_> = views.collect::<Result<_, ZeroError>>()?;
         Ok(split.in_order(&views))
     }
@@ -291,11 +289,11 @@ impl ZeroOptimizer {
     pub fn reduce(&mut self, unit: usize, boundary: bool) -> Result<(), ZeroError> {
         let _reduce = tracing::trace_span!("reduce", unit).entered();
         let mut flats = self.splits[unit].flats.clone();
-        flats.try_for_each(|flat| {
-            let (unit, storage) = (&mut self.units[flat], &self.storage);
-            let next = reduce::start(flat, unit, self.stage, &self.groups, storage, boundary)?;
+        flats.try_for_each(|index| {
+            let (flat, storage) = (&mut self.flats[index], &self.storage);
+            let next = reduce::start(index, flat, self.stage, &self.groups, storage, boundary)?;
             // Frozen parameters have nothing to reduce.
-            if self.units[flat].gradients.is_some() {
+            if self.flats[index].gradients.is_some() {
                 self.complete_reduction()?;
                 self.in_flight = next;
             }
@@ -306,8 +304,8 @@ impl ZeroOptimizer {
     fn complete_reduction(&mut self) -> Result<(), ZeroError> {
         match self.in_flight.take() {
             Some(reduction) => {
-                let unit = &mut self.units[reduction.unit];
-                reduce::complete(reduction, unit, self.stage, &self.groups, &self.storage)
+                let flat = &mut self.flats[reduction.index];
+                reduce::complete(reduction, flat, self.stage, &self.groups, &self.storage)
             }
             None => Ok(()),
         }
@@ -328,8 +326,8 @@ impl ZeroOptimizer {
     /// # Errors
     /// A failed collective, or a write of an offloaded gradient that failed.
     pub fn sum_tied_gradients(&mut self) -> Result<(), ZeroError> {
-        for unit in &mut self.units {
-            reduce::sum_tied(unit, self.stage, &self.groups, &self.storage)?;
+        for flat in &mut self.flats {
+            reduce::sum_tied(flat, self.stage, &self.groups, &self.storage)?;
         }
         self.storage.settle()
     }
@@ -340,10 +338,10 @@ impl ZeroOptimizer {
     /// A refused operation.
     pub fn zero_gradients(&mut self) -> Result<(), ZeroError> {
         ledger::clear_gradients();
-        self.units.iter_mut().try_for_each(Unit::zero_gradients)
+        self.flats.iter_mut().try_for_each(FlatUnit::zero_gradients)
     }
 
-    /// Sum of the squares of all reduced gradients, in f64: first over the units of each partition, then over
+    /// Sum of the squares of all reduced gradients, in f64: first over the flat units of each partition, then over
     /// the partitions in order. So stages with equal gradients give equal bits.
     ///
     /// # Errors
@@ -354,7 +352,7 @@ impl ZeroOptimizer {
         let mut sum = self.sum_of_squares(false)?;
         // The layers of another stage may be frozen.
         let other_stages = self.groups.tensor.is_some() && self.groups.pipeline.is_some();
-        if other_stages || self.trained_units().any(|unit| unit.layout.is_sharded()) {
+        if other_stages || self.trained_flats().any(|flat| flat.layout.division().over_tp) {
             sum += self.sum_of_squares(true)?;
         }
         sums::end_norm()?;
@@ -365,11 +363,11 @@ impl ZeroOptimizer {
     fn sum_of_squares(&self, over_tp: bool) -> Result<f64, ZeroError> {
         let is_counted =
             |division: Division| division.over_tp == over_tp && self.groups.is_of_stage(division);
-        let units = || self.trained_units().filter(|unit| is_counted(unit.layout.division()));
-        sums::begin_squares(units().filter_map(Unit::placed_gradient))?;
-        let own = match self.known_sum_of_squares(units()) {
+        let flats = || self.trained_flats().filter(|flat| is_counted(flat.layout.division()));
+        sums::begin_squares(flats().filter_map(FlatUnit::placed_gradient))?;
+        let own = match self.known_sum_of_squares(flats()) {
             Some(own) => vec![own],
-            None => self.squares_of_partitions(units)?,
+            None => self.squares_of_partitions(flats)?,
         };
         let sum = self.sum_over_shards(own, over_tp)?;
         sums::end()?;
@@ -377,7 +375,7 @@ impl ZeroOptimizer {
     }
 
     /// The sums over some units, for each partition that this rank has.
-    fn squares_of_partitions<'a, U: Iterator<Item = &'a Unit>>(
+    fn squares_of_partitions<'a, U: Iterator<Item = &'a FlatUnit>>(
         &self,
         units: impl Fn() -> U,
     ) -> Result<Vec<f64>, ZeroError> {
@@ -411,7 +409,7 @@ impl ZeroOptimizer {
     }
 
     /// The sum over some units of this rank's partition, if it is known without loading offloaded gradients.
-    fn known_sum_of_squares<'a>(&self, mut units: impl Iterator<Item = &'a Unit>) -> Option<f64> {
+    fn known_sum_of_squares<'a>(&self, mut units: impl Iterator<Item = &'a FlatUnit>) -> Option<f64> {
         self.storage.gradients(self.stage)?;
         units.try_fold(0.0, |sum, unit| match &unit.gradients {
             Some(Gradients::Partitioned { partition, .. }) => Some(sum + partition.known_sum_of_squares()?),

@@ -3,7 +3,7 @@
 //!
 //! Gradients sent in bf16 are summed in f32, from the contributions as sent, and the sum is not rounded.
 
-use super::unit::{Gradients, Unit};
+use super::flat_unit::{FlatUnit, Gradients};
 use super::{Buffer, BufferLayout, Storage, ZeroAxis, ZeroError};
 use crate::comm::{Pending, ProcessGroup, ProcessGroupExt, ReduceOp, TrainingGroups};
 use crate::config::{CommunicationDtype, ZeroStage};
@@ -12,37 +12,38 @@ use candle_core::{DType, Tensor};
 use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::{cast, strided_copy};
 
-/// A started reduction of a unit over the ZeRO world. It completes when the next one starts, and so overlaps with one
+/// A started reduction of a flat unit over the ZeRO world. It completes when the next one starts, and so overlaps with one
 /// layer's backward.
 #[must_use]
 pub(super) struct Reduction {
-    pub(super) unit: usize,
+    /// The index of the flat unit.
+    pub(super) index: usize,
     pending: Pending,
-    /// Destination of the reduced partition; `None` if the whole unit is reduced in place.
+    /// Destination of the reduced partition; `None` if the whole gradient is reduced in place.
     received: Option<Tensor>,
     boundary: bool,
 }
 
-/// Starts to reduce a unit after its backward.
+/// Starts to reduce a flat unit after the backward of its unit.
 ///
 /// Stages 0 and 1 keep whole gradients and reduce them once per step, at the accumulation `boundary`. Stages
 /// 2 and 3 reduce after every micro step and keep their partition.
 pub(super) fn start(
     index: usize,
-    unit: &mut Unit,
+    flat: &mut FlatUnit,
     stage: ZeroStage,
     groups: &TrainingGroups,
     storage: &Storage,
     boundary: bool,
 ) -> Result<Option<Reduction>, ZeroError> {
-    let layout = state_layout(unit, stage, groups);
+    let layout = state_layout(flat, stage, groups);
     let (shard, is_replicated) = (&**layout.partitions().group, is_replicated(&layout));
-    let whole = match &mut unit.gradients {
+    let whole = match &mut flat.gradients {
         None => return Ok(None),
         Some(Gradients::Whole(_)) if !boundary => return Ok(None),
         Some(Gradients::Whole(whole)) if is_replicated && !rounds(shard, storage) => {
             let pending = shard.start_all_reduce(&whole.flat, ReduceOp::Sum)?;
-            return Ok(Some(Reduction { unit: index, pending, received: None, boundary }));
+            return Ok(Some(Reduction { index, pending, received: None, boundary }));
         }
         Some(Gradients::Whole(whole)) => whole.flat.clone(),
         Some(Gradients::Partitioned { transient, partition }) => match transient.take() {
@@ -51,32 +52,32 @@ pub(super) fn start(
                 partition.read_ahead()?;
                 whole.flat
             }
-            None => return Err(ZeroError::NoGradients { unit: unit.layout.name().to_owned() }),
+            None => return Err(ZeroError::NoGradients { unit: flat.layout.name().to_owned() }),
         },
     };
     let received = with_category(Category::Gradients, || {
-        ulysses_kernels::tensor::empty(unit.layout.partition_numel(), whole.dtype(), whole.device())
+        ulysses_kernels::tensor::empty(flat.layout.partition_numel(), whole.dtype(), whole.device())
     })?;
     let sent = if rounds(shard, storage) { rounded(&whole, whole.elem_count())? } else { whole };
     let pending = shard.start_reduce_scatter(&sent, &received, ReduceOp::Sum)?;
-    Ok(Some(Reduction { unit: index, pending, received: Some(received), boundary }))
+    Ok(Some(Reduction { index, pending, received: Some(received), boundary }))
 }
 
 /// Completes a reduction, and at the boundary sums the result over the replicas. An offloaded partition is written
 /// back once the previous unit's is written.
 pub(super) fn complete(
     reduction: Reduction,
-    unit: &mut Unit,
+    flat: &mut FlatUnit,
     stage: ZeroStage,
     groups: &TrainingGroups,
     storage: &Storage,
 ) -> Result<(), ZeroError> {
     let Reduction { pending, received, boundary, .. } = reduction;
     pending.wait()?;
-    let own = unit.layout.partition(unit.shard_rank);
-    let layout = state_layout(unit, stage, groups);
+    let own = flat.layout.partition(flat.shard_rank);
+    let layout = state_layout(flat, stage, groups);
     let sum_over_replicas = |gradient: &Tensor| sum_over(layout.summed_within_stage(), gradient, storage);
-    match (&mut unit.gradients, received) {
+    match (&mut flat.gradients, received) {
         (None, _) => {}
         (Some(Gradients::Whole(whole)), None) => sum_over_replicas(&whole.flat)?,
         (Some(Gradients::Whole(whole)), Some(received)) if is_replicated(&layout) => {
@@ -101,21 +102,21 @@ pub(super) fn complete(
     Ok(())
 }
 
-/// Sums the complete gradient of a unit over the stages of a pipeline that have it, so that all update it alike.
+/// Sums the complete gradient of a flat unit over the stages of a pipeline that have it, so that all update it alike.
 pub(super) fn sum_tied(
-    unit: &mut Unit,
+    flat: &mut FlatUnit,
     stage: ZeroStage,
     groups: &TrainingGroups,
     storage: &Storage,
 ) -> Result<(), ZeroError> {
-    let layout = state_layout(unit, stage, groups);
+    let layout = state_layout(flat, stage, groups);
     let Some(stages) = layout.summed_over_stages() else { return Ok(()) };
     let sum_over_pp = |gradient: &Tensor| sum_over([stages], gradient, storage);
-    match &mut unit.gradients {
+    match &mut flat.gradients {
         None => Ok(()),
         Some(Gradients::Whole(whole)) if is_replicated(&layout) => sum_over_pp(&whole.flat),
         Some(Gradients::Whole(whole)) => {
-            let own = unit.layout.partition(unit.shard_rank);
+            let own = flat.layout.partition(flat.shard_rank);
             sum_over_pp(&whole.flat.narrow(0, own.start, own.len())?)
         }
         Some(Gradients::Partitioned { partition, .. }) => {
@@ -127,9 +128,9 @@ pub(super) fn sum_tied(
     }
 }
 
-/// The layout of a unit's optimizer state, which that of its reduced gradient is.
-fn state_layout<'a>(unit: &Unit, stage: ZeroStage, groups: &'a TrainingGroups) -> BufferLayout<'a> {
-    groups.layout(Buffer::OptimizerState, stage, unit.layout.division())
+/// The layout of a flat unit's optimizer state, which that of its reduced gradient is.
+fn state_layout<'a>(flat: &FlatUnit, stage: ZeroStage, groups: &'a TrainingGroups) -> BufferLayout<'a> {
+    groups.layout(Buffer::OptimizerState, stage, flat.layout.division())
 }
 
 /// Returns whether all ranks that share the partitions get the whole reduced gradient.

@@ -229,7 +229,7 @@ fn after_three_updates(zero: &mut ZeroOptimizer, dp_rank: usize, sp_rank: usize)
 
 /// Cuts the elements that a rank updates into two parameter groups.
 fn cut_into_groups(zero: &mut ZeroOptimizer) {
-    for ranges in zero.units.iter_mut().map(|unit| &mut unit.param_group_ranges) {
+    for ranges in zero.flats.iter_mut().map(|flat| &mut flat.param_group_ranges) {
         let Some(first) = ranges.first_mut() else { continue };
         let (middle, end) = (first.elements.end / 2, first.elements.end);
         first.elements.end = middle;

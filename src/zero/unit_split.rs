@@ -1,29 +1,29 @@
-//! Separates the parameters of a unit that are treated differently, into flat buffers of their own: frozen ones have no
+//! Separates the parameters of a unit that are treated differently, into flat units of their own: frozen ones have no
 //! gradient and no optimizer state; those that the ranks of tp divide are replicated over other ranks than whole ones, and tied
 //! ones are summed over the stages that have them.
 
 use super::{Division, FlatLayout, FlatParameter};
 use std::ops::Range;
 
-/// The flat buffers that hold the parameters of one unit of the model.
+/// The flat units that hold the parameters of one unit of the model.
 pub(crate) struct UnitSplit {
-    /// Indices of its flat buffers: first those of trained parameters, then those of frozen ones; of either, first that of
+    /// Indices of its flat units: first those of trained parameters, then those of frozen ones; of either, first that of
     /// parameters which tp divides, last that of tied ones.
     pub(crate) flats: Range<usize>,
     places: Vec<Place>,
 }
 
-/// The place of a parameter among the flat buffers.
+/// The place of a parameter among the flat units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Place {
-    /// Index of the flat buffer.
+    /// Index of the flat unit.
     pub(super) flat: usize,
     /// Index of the parameter within it.
     pub(super) parameter: usize,
 }
 
 impl UnitSplit {
-    /// Reorders one value per parameter, given per flat buffer, into the unit's order of parameters.
+    /// Reorders one value per parameter, given per flat unit, into the unit's order of parameters.
     pub(super) fn in_order<T: Clone>(&self, of_flats: &[Vec<T>]) -> Vec<T> {
         self.places
             .iter()
@@ -36,7 +36,7 @@ impl UnitSplit {
         &self.places
     }
 
-    /// The unit's indices of the parameters in flat buffer `flat`.
+    /// The unit's indices of the parameters in flat unit `flat`.
     pub(super) fn parameters_of(&self, flat: usize) -> Vec<usize> {
         self.places
             .iter()
@@ -47,13 +47,13 @@ impl UnitSplit {
     }
 }
 
-/// The kinds of parameters in the order of flat buffers.
+/// The kinds of parameters in the order of flat units.
 fn kinds() -> impl Iterator<Item = Kind> {
     let with = |is_frozen| Division::ALL.map(|division| Kind { is_frozen, division });
     [false, true].into_iter().flat_map(with)
 }
 
-/// The properties that the parameters of a flat buffer have in common.
+/// The properties that the parameters of a flat unit have in common.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Kind {
     is_frozen: bool,
@@ -65,8 +65,8 @@ impl Kind {
         Self { is_frozen: parameter.is_frozen, division: parameter.division() }
     }
 
-    /// The name of the buffer of these parameters of a unit.
-    fn buffer_name(self, unit: &FlatLayout, has_others: bool) -> String {
+    /// The name of the flat unit of these parameters.
+    fn flat_name(self, unit: &FlatLayout, has_others: bool) -> String {
         let mut name = unit.name().to_owned();
         if unit.is_sharded() && !self.division.over_tp {
             name += " (replicated)";
@@ -99,7 +99,7 @@ pub(crate) fn split_units(units: Vec<FlatLayout>) -> (Vec<FlatLayout>, Vec<UnitS
             for (parameter, index) in indices.into_iter().enumerate() {
                 places[index] = Place { flat: layouts.len(), parameter };
             }
-            let name = kind.buffer_name(&unit, parameters.len() < unit.parameters().len());
+            let name = kind.flat_name(&unit, parameters.len() < unit.parameters().len());
             let parameters = parameters.into_iter().cloned();
             layouts.push(FlatLayout::with_parameters(name, parameters, unit.num_partitions()));
         }

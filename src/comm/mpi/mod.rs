@@ -10,6 +10,8 @@
 //!
 //! `src/comm/README.md` describes how they work together.
 
+#![allow(unsafe_code, reason = "calls of MPI")]
+
 mod backoff;
 mod collective;
 mod control;

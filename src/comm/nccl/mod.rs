@@ -11,6 +11,8 @@
 //!
 //! The first three need no NCCL and are always compiled and tested, the rest only with the feature `nccl`.
 //! `src/comm/README.md` describes how operations, streams and failures work together.
+
+#![allow(unsafe_code, reason = "calls of NCCL")]
 #![cfg_attr(
     not(feature = "nccl"),
     allow(dead_code, reason = "tested without NCCL, but only its groups use them")

@@ -41,17 +41,17 @@ impl ZeroOptimizer {
         if !dry::is_dry() {
             return Ok(());
         }
-        for unit in &self.units {
+        for flat in &self.flats {
             let check = |buffer: Buffer, tensor: &StateTensor| {
                 let is_of_buffer = |other: &&Comparison<'_>| {
-                    other.buffer == buffer && other.division == unit.layout.division()
+                    other.buffer == buffer && other.division == flat.layout.division()
                 };
                 let groups = compared.iter().filter(is_of_buffer).map(|other| &**other.group);
                 let groups: Vec<_> = groups.collect();
                 tensor.placed().map_or(Ok(()), |placed| placed.check_compared(&groups))
             };
-            check(Buffer::Parameters, &unit.parameters.persistent())?;
-            let mut state = unit.master.iter().chain(&unit.state);
+            check(Buffer::Parameters, &flat.parameters.persistent())?;
+            let mut state = flat.master.iter().chain(&flat.state);
             state.try_for_each(|tensor| check(Buffer::OptimizerState, tensor))?;
         }
         Ok(())
@@ -59,10 +59,10 @@ impl ZeroOptimizer {
 
     /// The tensors of a buffer on this rank.
     fn persistent(&self, buffer: Buffer, division: Division) -> impl Iterator<Item = StateTensor> {
-        let units = self.units.iter().filter(move |unit| unit.layout.division() == division);
-        units.flat_map(move |unit| match buffer {
-            Buffer::Parameters => vec![unit.parameters.persistent()],
-            Buffer::OptimizerState => unit.master.iter().chain(&unit.state).cloned().collect(),
+        let flats = self.flats.iter().filter(move |flat| flat.layout.division() == division);
+        flats.flat_map(move |flat| match buffer {
+            Buffer::Parameters => vec![flat.parameters.persistent()],
+            Buffer::OptimizerState => flat.master.iter().chain(&flat.state).cloned().collect(),
         })
     }
 }

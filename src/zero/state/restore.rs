@@ -1,13 +1,13 @@
 //! Parameters and optimizer state as named, partitioned tensors, for checkpoints.
 
 use super::state_tensor::{StateSlice, StateTensor};
-use crate::zero::unit::Unit;
+use crate::zero::flat_unit::FlatUnit;
 use crate::zero::{FlatLayout, ZeroError, ZeroOptimizer};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::cast::cast;
 
-/// Writes elements `range` of the flat buffer of `(unit, kind)` to a slice of the same length.
+/// Writes elements `range` of the flat buffer of `(index, kind)` to a slice of the same length.
 pub type RestoreState<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
 
 impl ZeroOptimizer {
@@ -18,49 +18,49 @@ impl ZeroOptimizer {
         [&["parameters"], self.config.params().state_kinds()].concat()
     }
 
-    /// Returns whether the unit is in the part of the state that this rank has
+    /// Returns whether a flat unit is in the part of the state that this rank has
     /// ([`TrainingGroups::part_replica`](crate::comm::TrainingGroups::part_replica)).
-    fn is_saved(&self, unit: &Unit) -> bool {
-        let division = unit.layout.division();
+    fn is_saved(&self, flat: &FlatUnit) -> bool {
+        let division = flat.layout.division();
         (division.over_tp || self.groups.tp_rank() == 0) && self.groups.is_of_stage(division)
     }
 
-    /// The layouts of the units that checkpoints have from this rank's stage.
+    /// The layouts of the flat units that checkpoints have from this rank's stage.
     pub fn saved_layouts(&self) -> impl Iterator<Item = &FlatLayout> {
         self.layouts().filter(|layout| self.groups.is_of_stage(layout.division()))
     }
 
-    /// Returns the bytes of each partition in a checkpoint, over all units and kinds of the part that this rank has, without
+    /// Returns the bytes of each partition in a checkpoint, over all flat units and kinds of the part that this rank has, without
     /// padding.
     pub fn saved_bytes(&self) -> Vec<u64> {
         let num_kinds = self.state_kinds().len();
-        let of_unit = |unit: &Unit, partition| {
-            let kinds = (0..num_kinds).filter(|kind| unit.state_tensor(*kind).is_some()).count();
-            (kinds * unit.layout.unpadded(unit.layout.partition(partition)).len() * size_of::<f32>()) as u64
+        let of_unit = |flat: &FlatUnit, partition| {
+            let kinds = (0..num_kinds).filter(|kind| flat.state_tensor(*kind).is_some()).count();
+            (kinds * flat.layout.unpadded(flat.layout.partition(partition)).len() * size_of::<f32>()) as u64
         };
-        let partitions = self.units.first().map_or(0, |unit| unit.layout.num_partitions());
-        let saved = || self.units.iter().filter(|unit| self.is_saved(unit));
-        (0..partitions).map(|partition| saved().map(|unit| of_unit(unit, partition)).sum()).collect()
+        let partitions = self.flats.first().map_or(0, |flat| flat.layout.num_partitions());
+        let saved = || self.flats.iter().filter(|flat| self.is_saved(flat));
+        (0..partitions).map(|partition| saved().map(|flat| of_unit(flat, partition)).sum()).collect()
     }
 
-    /// This rank's partition of one kind of a unit's state, without padding: a view, or a copy if it is
+    /// This rank's partition of one kind of a flat unit's state, without padding: a view, or a copy if it is
     /// offloaded or not f32. `None` if the partition is all padding. At every stage, the partitions of all dp
     /// ranks make up the whole.
     ///
     /// # Shapes
     /// Result: flat, f32, the elements of `layout.partition(shard_rank)` that are below `layout.numel()`; none of
-    /// the optimizer's state of a frozen unit.
+    /// the optimizer's state of a frozen one.
     ///
     /// # Errors
     /// A tensor that cannot be read.
-    pub fn state_partition(&self, unit: usize, kind: usize) -> Result<Option<Tensor>, ZeroError> {
-        self.units[unit].state_part(kind).map(|part| part.tensor()).transpose()
+    pub fn state_partition(&self, index: usize, kind: usize) -> Result<Option<Tensor>, ZeroError> {
+        self.flats[index].state_part(kind).map(|part| part.tensor()).transpose()
     }
 
-    /// As [`state_partition`](Self::state_partition), without loading it, of every unit that checkpoints have from this rank of tp
+    /// As [`state_partition`](Self::state_partition), without loading it, of every flat unit that checkpoints have from this rank of tp
     /// or a replica, and that has elements in the partition.
     pub fn saved_parts(&self, kind: usize) -> impl Iterator<Item = StateSlice> {
-        self.units.iter().filter(|unit| self.is_saved(unit)).filter_map(move |unit| unit.state_part(kind))
+        self.flats.iter().filter(|flat| self.is_saved(flat)).filter_map(move |flat| flat.state_part(kind))
     }
 
     /// Replaces parameters and optimizer state. `restore` is called for exactly the elements that this rank
@@ -72,7 +72,7 @@ impl ZeroOptimizer {
         // Gathered parameters would be stale.
         self.release_all();
         for ((index, kind), range) in self.restored_ranges() {
-            let Some((stored, stored_range)) = self.units[index].state_tensor(kind) else { continue };
+            let Some((stored, stored_range)) = self.flats[index].state_tensor(kind) else { continue };
             let mut elements = vec![0.0; range.len()];
             restore((index, kind), range.clone(), &mut elements)?;
             let tensor = stored.fetch()?;
@@ -83,13 +83,13 @@ impl ZeroOptimizer {
         Ok(self.round_master()?)
     }
 
-    /// Returns `(unit, kind)` and the elements of its flat buffer of everything that this rank holds at its stage.
+    /// Returns `(index, kind)` and the elements of its flat buffer of everything that this rank holds at its stage.
     pub fn restored_ranges(&self) -> Vec<((usize, usize), Range<usize>)> {
         let kinds = self.state_kinds().len();
-        let ranges = self.units.iter().enumerate().flat_map(|(index, unit)| {
+        let ranges = self.flats.iter().enumerate().flat_map(|(index, flat)| {
             (0..kinds).filter_map(move |kind| {
-                let (_, stored_range) = unit.state_tensor(kind)?;
-                Some(((index, kind), unit.layout.unpadded(stored_range)))
+                let (_, stored_range) = flat.state_tensor(kind)?;
+                Some(((index, kind), flat.layout.unpadded(stored_range)))
             })
         });
         // Padding keeps its initial value.
@@ -97,7 +97,7 @@ impl ZeroOptimizer {
     }
 }
 
-impl Unit {
+impl FlatUnit {
     /// This rank's partition of one kind, without padding; `None` if it is all padding.
     fn state_part(&self, kind: usize) -> Option<StateSlice> {
         let (stored, stored_range) = self.state_tensor(kind)?;

@@ -8,11 +8,11 @@ use super::param_group_ranges::{ParamGroupRange, Tensors};
 use crate::comm::{ProcessGroup, ProcessGroupExt};
 use crate::config::OptimizerConfig;
 use crate::optim::Step;
-use crate::zero::unit::Unit;
+use crate::zero::flat_unit::FlatUnit;
 use crate::zero::{ZeroError, ZeroOptimizer};
 use ulysses_kernels::optimizer::lamb::SquaredNorms;
 
-/// The squared norms of every parameter tensor of a unit.
+/// The squared norms of every parameter tensor of a flat unit.
 type UnitNorms = Vec<SquaredNorms>;
 
 impl ZeroOptimizer {
@@ -20,16 +20,16 @@ impl ZeroOptimizer {
     /// partitioned, one collective over the shard group runs in between.
     pub(super) fn update_by_tensor(&self, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
         let mut norms = Vec::new();
-        self.each_trained_unit(|unit| {
-            let update = self.update_tensors(unit)?;
-            norms.push(find_directions(unit, &update, config, step)?);
-            self.put_back_state(unit, update)
+        self.each_trained_flat(|flat| {
+            let update = self.update_tensors(flat)?;
+            norms.push(find_directions(flat, &update, config, step)?);
+            self.put_back_state(flat, update)
         })?;
         let norms = self.sum_over_partitions(norms)?;
-        for (unit, norms) in self.trained_units().zip(&norms) {
-            let update = self.update_tensors_without_state(unit)?;
-            apply_directions(unit, &update, norms, config, step)?;
-            self.put_back(unit, update)?;
+        for (flat, norms) in self.trained_flats().zip(&norms) {
+            let update = self.update_tensors_without_state(flat)?;
+            apply_directions(flat, &update, norms, config, step)?;
+            self.put_back(flat, update)?;
         }
         Ok(())
     }
@@ -42,8 +42,8 @@ impl ZeroOptimizer {
         };
         let Some(tensor) = &self.groups.tensor else { return Ok(norms) };
         let whole = add_up(&norms, &*tensor.tp)?;
-        for (unit, (norms, whole)) in self.trained_units().zip(norms.iter_mut().zip(whole)) {
-            if unit.layout.is_sharded() {
+        for (flat, (norms, whole)) in self.trained_flats().zip(norms.iter_mut().zip(whole)) {
+            if flat.layout.is_sharded() {
                 *norms = whole;
             }
         }
@@ -54,7 +54,8 @@ impl ZeroOptimizer {
 /// Adds up the norms of a group's ranks, in their order.
 fn add_up(own: &[UnitNorms], group: &dyn ProcessGroup) -> Result<Vec<UnitNorms>, ZeroError> {
     let values: Vec<f64> = own.iter().flatten().flat_map(|norms| [norms.param, norms.direction]).collect();
-    let mut sums: Vec<UnitNorms> = own.iter().map(|unit| vec![SquaredNorms::default(); unit.len()]).collect();
+    let mut sums: Vec<UnitNorms> =
+        own.iter().map(|of_flat| vec![SquaredNorms::default(); of_flat.len()]).collect();
     let gathered = group.all_gather_values(&values)?;
     for of_rank in gathered.chunks_exact(values.len().max(1)) {
         let parts = of_rank.as_chunks::<2>().0.iter();
@@ -65,15 +66,15 @@ fn add_up(own: &[UnitNorms], group: &dyn ProcessGroup) -> Result<Vec<UnitNorms>,
     Ok(sums)
 }
 
-/// This rank's part of the norms of each parameter of the unit.
+/// This rank's part of the norms of each parameter of the flat unit.
 fn find_directions(
-    unit: &Unit,
+    flat: &FlatUnit,
     update: &UpdateTensors,
     config: &OptimizerConfig,
     step: Step,
 ) -> Result<UnitNorms, ZeroError> {
-    let mut norms = vec![SquaredNorms::default(); unit.layout.parameters().len()];
-    for (range, tensors) in group_ranges(unit) {
+    let mut norms = vec![SquaredNorms::default(); flat.layout.parameters().len()];
+    for (range, tensors) in group_ranges(flat) {
         let UpdateTensors { parameters, gradients, state } = update.narrow(&range.elements)?;
         let rule = range.settings.rule(config, step).by_tensor();
         let of_parts = rule.find_directions(&parameters, &gradients, &state, &tensors.segments)?;
@@ -85,13 +86,13 @@ fn find_directions(
 }
 
 fn apply_directions(
-    unit: &Unit,
+    flat: &FlatUnit,
     update: &UpdateTensors,
     norms: &[SquaredNorms],
     config: &OptimizerConfig,
     step: Step,
 ) -> Result<(), ZeroError> {
-    for (range, tensors) in group_ranges(unit) {
+    for (range, tensors) in group_ranges(flat) {
         let UpdateTensors { parameters, gradients, .. } = update.narrow(&range.elements)?;
         let norms: Vec<_> = tensors.parameters.iter().map(|&parameter| norms[parameter]).collect();
         let rule = range.settings.rule(config, step).by_tensor();
@@ -100,6 +101,6 @@ fn apply_directions(
     Ok(())
 }
 
-fn group_ranges(unit: &Unit) -> impl Iterator<Item = (&ParamGroupRange, &Tensors)> {
-    unit.param_group_ranges.iter().filter_map(|range| Some((range, range.tensors.as_ref()?)))
+fn group_ranges(flat: &FlatUnit) -> impl Iterator<Item = (&ParamGroupRange, &Tensors)> {
+    flat.param_group_ranges.iter().filter_map(|range| Some((range, range.tensors.as_ref()?)))
 }

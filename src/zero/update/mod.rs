@@ -4,8 +4,8 @@ mod by_tensor;
 mod on_host;
 pub(super) mod param_group_ranges;
 
+use super::flat_unit::{FlatUnit, Gradients, Parameters};
 use super::state::StateTensor;
-use super::unit::{Gradients, Parameters, Unit};
 use super::unit_split::{Place, UnitSplit};
 use super::{FlatParameter, ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt, TrainingGroups};
@@ -63,47 +63,47 @@ impl ZeroOptimizer {
         let step = Step { number: step, lr, grad_scale };
         // Parameters that were gathered before the update are stale.
         self.release_all();
-        self.trained_units().try_for_each(Unit::place_updated)?;
+        self.trained_flats().try_for_each(FlatUnit::place_updated)?;
         tracing::trace_span!("optimizer").in_scope(|| match self.host_store() {
             _ if !config.is_by_element() => self.update_by_tensor(&config, step),
             Some(store) => self.update_on_host(store, &config, step),
-            None => self.each_trained_unit(|unit| self.update_unit(unit, &config, step)),
+            None => self.each_trained_flat(|flat| self.update_flat(flat, &config, step)),
         })?;
         self.storage.settle()?;
         let _publish = tracing::trace_span!("publish").entered();
         self.gather_updated_parameters()
     }
 
-    /// The units that an update changes.
-    pub(super) fn trained_units(&self) -> impl Iterator<Item = &Unit> {
-        self.units.iter().filter(|unit| !unit.layout.is_frozen())
+    /// The flat units that an update changes.
+    pub(super) fn trained_flats(&self) -> impl Iterator<Item = &FlatUnit> {
+        self.flats.iter().filter(|flat| !flat.layout.is_frozen())
     }
 
-    /// Calls a function for one trained unit after another, and loads the next unit's offloaded tensors
+    /// Calls a function for one trained flat unit after another, and loads the next one's offloaded tensors
     /// meanwhile.
-    pub(super) fn each_trained_unit(
+    pub(super) fn each_trained_flat(
         &self,
-        mut work: impl FnMut(&Unit) -> Result<(), ZeroError>,
+        mut work: impl FnMut(&FlatUnit) -> Result<(), ZeroError>,
     ) -> Result<(), ZeroError> {
-        let mut units = self.trained_units().peekable();
-        units.peek().map_or(Ok(()), |first| first.read_state_ahead())?;
-        while let Some(unit) = units.next() {
-            units.peek().map_or(Ok(()), |next| next.read_state_ahead())?;
-            work(unit)?;
+        let mut flats = self.trained_flats().peekable();
+        flats.peek().map_or(Ok(()), |first| first.read_state_ahead())?;
+        while let Some(flat) = flats.next() {
+            flats.peek().map_or(Ok(()), |next| next.read_state_ahead())?;
+            work(flat)?;
         }
         Ok(())
     }
 
     /// Rounds restored master copies to the 16-bit parameters.
     pub(super) fn round_master(&self) -> Result<(), ZeroError> {
-        if self.units.iter().all(|unit| unit.master.is_none()) {
+        if self.flats.iter().all(|flat| flat.master.is_none()) {
             return Ok(());
         }
-        for unit in &self.units {
-            if let Some(master) = &unit.master {
+        for flat in &self.flats {
+            if let Some(master) = &flat.master {
                 let master = master.fetch()?;
                 self.storage.settle()?;
-                self.round_to_stored(unit, &master)?;
+                self.round_to_stored(flat, &master)?;
             }
         }
         self.storage.settle()?;
@@ -115,8 +115,8 @@ impl ZeroOptimizer {
         if self.stage.partitions_optimizer() && self.world_size() > 1 {
             // Two gathers in flight: each holds a copy of this rank's partition.
             let mut in_flight: Option<Pending> = None;
-            for unit in self.trained_units() {
-                let next = self.start_gather_updated(unit)?;
+            for flat in self.trained_flats() {
+                let next = self.start_gather_updated(flat)?;
                 if let Some(pending) = std::mem::replace(&mut in_flight, next) {
                     pending.wait()?;
                 }
@@ -126,69 +126,69 @@ impl ZeroOptimizer {
         Ok(())
     }
 
-    fn update_unit(&self, unit: &Unit, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
-        let update = self.update_tensors(unit)?;
-        for range in &unit.param_group_ranges {
+    fn update_flat(&self, flat: &FlatUnit, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
+        let update = self.update_tensors(flat)?;
+        for range in &flat.param_group_ranges {
             let UpdateTensors { parameters, gradients, state } = update.narrow(&range.elements)?;
             range.settings.rule(config, step).by_element().step(&parameters, &gradients, &state)?;
         }
-        self.put_back(unit, update)
+        self.put_back(flat, update)
     }
 
     /// The elements that this rank updates, with gradients and state; copies of offloaded tensors.
-    pub(super) fn update_tensors(&self, unit: &Unit) -> Result<UpdateTensors, ZeroError> {
-        let state = unit.state.iter().map(StateTensor::fetch).collect::<Result<_, _>>()?;
-        Ok(UpdateTensors { state, ..self.update_tensors_without_state(unit)? })
+    pub(super) fn update_tensors(&self, flat: &FlatUnit) -> Result<UpdateTensors, ZeroError> {
+        let state = flat.state.iter().map(StateTensor::fetch).collect::<Result<_, _>>()?;
+        Ok(UpdateTensors { state, ..self.update_tensors_without_state(flat)? })
     }
 
     /// The same without optimizer state.
-    pub(super) fn update_tensors_without_state(&self, unit: &Unit) -> Result<UpdateTensors, ZeroError> {
-        let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
-        let gradients = unit.updated_gradients(self.stage)?.ok_or_else(missing)?;
-        let parameters = self.exact_parameters(unit)?.fetch()?;
+    pub(super) fn update_tensors_without_state(&self, flat: &FlatUnit) -> Result<UpdateTensors, ZeroError> {
+        let missing = || ZeroError::NoGradients { unit: flat.layout.name().to_owned() };
+        let gradients = flat.updated_gradients(self.stage)?.ok_or_else(missing)?;
+        let parameters = self.exact_parameters(flat)?.fetch()?;
         Ok(UpdateTensors { parameters, gradients, state: Vec::new() })
     }
 
     /// The parameters that this rank updates; their master copy if there is one.
-    pub(super) fn exact_parameters(&self, unit: &Unit) -> Result<StateTensor, ZeroError> {
-        unit.master.clone().map_or_else(|| unit.updated_parameters(self.stage), Ok)
+    pub(super) fn exact_parameters(&self, flat: &FlatUnit) -> Result<StateTensor, ZeroError> {
+        flat.master.clone().map_or_else(|| flat.updated_parameters(self.stage), Ok)
     }
 
     /// Rounds the updated master copy, if any, to the parameters. Offloaded tensors are written back once the
-    /// previous unit is written.
-    pub(super) fn put_back(&self, unit: &Unit, update: UpdateTensors) -> Result<(), ZeroError> {
+    /// previous ones are written.
+    pub(super) fn put_back(&self, flat: &FlatUnit, update: UpdateTensors) -> Result<(), ZeroError> {
         let UpdateTensors { parameters, state, .. } = update;
         self.storage.settle()?;
-        if unit.master.is_some() {
-            self.round_to_stored(unit, &parameters)?;
+        if flat.master.is_some() {
+            self.round_to_stored(flat, &parameters)?;
         }
-        self.exact_parameters(unit)?.put(parameters)?;
-        unit.put_state(state)
+        self.exact_parameters(flat)?.put(parameters)?;
+        flat.put_state(state)
     }
 
-    /// Writes updated state and overwritten gradients back, if offloaded, once the previous unit is written.
-    pub(super) fn put_back_state(&self, unit: &Unit, update: UpdateTensors) -> Result<(), ZeroError> {
+    /// Writes updated state and overwritten gradients back, if offloaded, once the previous ones are written.
+    pub(super) fn put_back_state(&self, flat: &FlatUnit, update: UpdateTensors) -> Result<(), ZeroError> {
         let UpdateTensors { gradients, state, .. } = update;
         self.storage.settle()?;
-        unit.put_gradients(gradients)?;
-        unit.put_state(state)
+        flat.put_gradients(gradients)?;
+        flat.put_state(state)
     }
 
     /// Rounds a master copy to the parameters.
-    fn round_to_stored(&self, unit: &Unit, master: &Tensor) -> Result<(), ZeroError> {
-        let stored = unit.updated_parameters(self.stage)?;
+    fn round_to_stored(&self, flat: &FlatUnit, master: &Tensor) -> Result<(), ZeroError> {
+        let stored = flat.updated_parameters(self.stage)?;
         let rounded = stored.blank()?;
         cast::cast(master, &rounded)?;
         ledger::copy(master, &rounded)?;
         stored.put(rounded)
     }
 
-    /// Starts to all-gather the updated parameters of a unit.
-    fn start_gather_updated(&self, unit: &Unit) -> Result<Option<Pending>, ZeroError> {
-        match &unit.parameters {
+    /// Starts to all-gather the updated parameters of a flat unit.
+    fn start_gather_updated(&self, flat: &FlatUnit) -> Result<Option<Pending>, ZeroError> {
+        match &flat.parameters {
             Parameters::Whole(whole) => {
                 // A copy: input and output of the gather must not share storage.
-                let own = unit.updated_parameters(self.stage)?.fetch()?;
+                let own = flat.updated_parameters(self.stage)?.fetch()?;
                 let own = with_category(Category::Parameters, || ulysses_kernels::tensor::copy_of(&own))?;
                 ledger::copy(&whole.flat, &own)?;
                 Ok(Some(self.groups.shard().start_all_gather(&own, &whole.flat)?))
@@ -204,31 +204,31 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn gather_parameters(&mut self) -> Result<Vec<(String, Tensor)>, ZeroError> {
         let mut all = HashMap::new();
-        for flat in 0..self.units.len() {
-            let master = self.whole_master(flat)?;
-            let unit = &mut self.units[flat];
+        for index in 0..self.flats.len() {
+            let master = self.whole_master(index)?;
+            let flat = &mut self.flats[index];
             let views = match master {
-                Some(whole) => unit.layout.views(&whole)?,
-                None => unit.gather(&**self.groups.shard())?,
+                Some(whole) => flat.layout.views(&whole)?,
+                None => flat.gather(&**self.groups.shard())?,
             };
-            for (number, (parameter, view)) in unit.layout.parameters().iter().zip(views).enumerate() {
+            for (number, (parameter, view)) in flat.layout.parameters().iter().zip(views).enumerate() {
                 // Frozen parameters have no master copy.
                 let part = view.to_dtype(DType::F32)?.force_contiguous()?;
                 let whole = whole_parameter(parameter, part, &self.groups)?;
-                all.insert(Place { flat, parameter: number }, (parameter.name.clone(), whole));
+                all.insert(Place { flat: index, parameter: number }, (parameter.name.clone(), whole));
             }
-            unit.release();
+            flat.release();
         }
         Ok(self.in_model_order(all))
     }
 
-    /// A unit's whole master copy, if it has one.
-    fn whole_master(&self, flat: usize) -> Result<Option<Tensor>, ZeroError> {
-        let unit = &self.units[flat];
-        match &unit.master {
+    /// A flat unit's whole master copy, if it has one.
+    fn whole_master(&self, index: usize) -> Result<Option<Tensor>, ZeroError> {
+        let flat = &self.flats[index];
+        match &flat.master {
             Some(own) if self.stage.partitions_optimizer() => {
                 let own = own.fetch()?;
-                let whole = Tensor::zeros(unit.layout.padded_numel(), own.dtype(), own.device())?;
+                let whole = Tensor::zeros(flat.layout.padded_numel(), own.dtype(), own.device())?;
                 self.groups.shard().all_gather(&own, &whole)?;
                 Ok(Some(whole))
             }
@@ -243,31 +243,31 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn gather_gradients(&self) -> Result<Vec<(String, Tensor)>, ZeroError> {
         let mut all = HashMap::new();
-        for (flat, unit) in self.units.iter().enumerate().filter(|(_, unit)| !unit.layout.is_frozen()) {
-            let whole = match &unit.gradients {
+        for (index, flat) in self.flats.iter().enumerate().filter(|(_, flat)| !flat.layout.is_frozen()) {
+            let whole = match &flat.gradients {
                 Some(Gradients::Whole(whole)) if !self.stage.partitions_optimizer() => whole.flat.copy()?,
                 _ => {
-                    let own = unit
-                        .gradient_partition(unit.shard_rank)?
+                    let own = flat
+                        .gradient_partition(flat.shard_rank)?
                         .map(|own| own.force_contiguous())
                         .transpose()?;
-                    let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
+                    let missing = || ZeroError::NoGradients { unit: flat.layout.name().to_owned() };
                     let own = own.ok_or_else(missing)?;
-                    let whole = Tensor::zeros(unit.layout.padded_numel(), own.dtype(), own.device())?;
+                    let whole = Tensor::zeros(flat.layout.padded_numel(), own.dtype(), own.device())?;
                     self.groups.shard().all_gather(&own, &whole)?;
                     whole
                 }
             };
-            let views = unit.layout.views(&whole)?;
-            for (number, (parameter, part)) in unit.layout.parameters().iter().zip(views).enumerate() {
+            let views = flat.layout.views(&whole)?;
+            for (number, (parameter, part)) in flat.layout.parameters().iter().zip(views).enumerate() {
                 let whole = whole_parameter(parameter, part, &self.groups)?;
-                all.insert(Place { flat, parameter: number }, (parameter.name.clone(), whole));
+                all.insert(Place { flat: index, parameter: number }, (parameter.name.clone(), whole));
             }
         }
         Ok(self.in_model_order(all))
     }
 
-    /// The values by flat buffer and parameter, in the order of the model.
+    /// The values by flat unit and parameter, in the order of the model.
     fn in_model_order<T>(&self, mut by_place: HashMap<Place, T>) -> Vec<T> {
         let places = self.splits.iter().flat_map(UnitSplit::places);
         places.filter_map(|place| by_place.remove(place)).collect()

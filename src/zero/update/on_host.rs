@@ -7,8 +7,8 @@
 
 use crate::config::OptimizerConfig;
 use crate::optim::Step;
+use crate::zero::flat_unit::{FlatUnit, Gradients};
 use crate::zero::state::{SlotSlice, StateTensor, with_bytes};
-use crate::zero::unit::{Gradients, Unit};
 use crate::zero::{ZeroError, ZeroOptimizer};
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,9 +16,9 @@ use ulysses_kernels::cast;
 use ulysses_kernels::offload::OffloadStore;
 use ulysses_kernels::tensor::f32_elements;
 
-/// A part of a unit's elements that this rank updates, with its tensors in host memory.
+/// A part of a flat unit's elements that this rank updates, with its tensors in host memory.
 struct Piece<'a> {
-    unit: &'a Unit,
+    flat: &'a FlatUnit,
     elements: Range<usize>,
     /// The parameters in 16 bits, if they have a master copy.
     rounded: Option<SlotSlice>,
@@ -32,7 +32,7 @@ impl ZeroOptimizer {
     /// The store of the optimizer state, if updates run on the host. They do if that moves less: not for an optimizer
     /// without state and master copy. Rules by tensors exchange norms between the halves of a step, on the device.
     pub(in crate::zero) fn host_store(&self) -> Option<&Arc<OffloadStore>> {
-        let has_state = self.trained_units().any(|unit| unit.master.is_some() || !unit.state.is_empty());
+        let has_state = self.trained_flats().any(|flat| flat.master.is_some() || !flat.state.is_empty());
         let are_parameters_near =
             self.storage.parameters.as_ref().is_none_or(|store| store.is_in_host_memory());
         let store = self.storage.optimizer.as_ref().filter(|store| store.is_in_host_memory());
@@ -46,10 +46,10 @@ impl ZeroOptimizer {
         config: &OptimizerConfig,
         step: Step,
     ) -> Result<(), ZeroError> {
-        let mut pieces = self.trained_units().flat_map(|unit| {
-            let (end, size) = (unit.updated_numel(self.stage), self.max_piece_elements);
+        let mut pieces = self.trained_flats().flat_map(|flat| {
+            let (end, size) = (flat.updated_numel(self.stage), self.max_piece_elements);
             let ranges = (0..end).step_by(size).map(move |start| start..end.min(start + size));
-            ranges.map(move |elements| self.start_piece(unit, elements, store))
+            ranges.map(move |elements| self.start_piece(flat, elements, store))
         });
         let mut next = pieces.next().transpose()?;
         // The previous piece's parameters are being copied to the device: their host memory is not reused yet.
@@ -66,22 +66,22 @@ impl ZeroOptimizer {
     /// Starts to copy what is not in host memory.
     fn start_piece<'a>(
         &self,
-        unit: &'a Unit,
+        flat: &'a FlatUnit,
         elements: Range<usize>,
         store: &Arc<OffloadStore>,
     ) -> Result<Piece<'a>, ZeroError> {
-        let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
-        let gradients = match &unit.gradients {
+        let missing = || ZeroError::NoGradients { unit: flat.layout.name().to_owned() };
+        let gradients = match &flat.gradients {
             Some(Gradients::Partitioned { partition, .. }) => partition.stored()?,
-            _ => StateTensor::Resident(unit.updated_gradients(self.stage)?.ok_or_else(missing)?),
+            _ => StateTensor::Resident(flat.updated_gradients(self.stage)?.ok_or_else(missing)?),
         };
-        let rounded = unit.master.is_some().then(|| unit.updated_parameters(self.stage)).transpose()?;
+        let rounded = flat.master.is_some().then(|| flat.updated_parameters(self.stage)).transpose()?;
         Ok(Piece {
-            unit,
+            flat,
             rounded: rounded.map(|parameters| parameters.slot_or_blank(&elements, store)).transpose()?,
-            exact: self.exact_parameters(unit)?.slot_or_copy(&elements, store)?,
+            exact: self.exact_parameters(flat)?.slot_or_copy(&elements, store)?,
             gradients: gradients.slot_or_copy(&elements, store)?,
-            state: unit
+            state: flat
                 .state
                 .iter()
                 .map(|state| state.slot_or_copy(&elements, store))
@@ -92,7 +92,7 @@ impl ZeroOptimizer {
 
     /// Updates a piece and starts to copy its parameters to the device.
     fn update_piece(&self, piece: &Piece<'_>, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
-        let Piece { unit, elements, rounded, exact, gradients, state } = piece;
+        let Piece { flat, elements, rounded, exact, gradients, state } = piece;
         let slices: Vec<&SlotSlice> = rounded.iter().chain([exact, gradients]).chain(state).collect();
         let mut outcome = Ok(());
         with_bytes(&slices, &mut |mut bytes| {
@@ -104,13 +104,13 @@ impl ZeroOptimizer {
             }
         })?;
         outcome?;
-        unit.updated_parameters(self.stage)?.load_from(rounded.as_ref().unwrap_or(exact), elements)
+        flat.updated_parameters(self.stage)?.load_from(rounded.as_ref().unwrap_or(exact), elements)
     }
 
     /// `tensors`: parameters, gradients and optimizer state.
     fn update_elements(
         &self,
-        Piece { unit, elements: piece, .. }: &Piece<'_>,
+        Piece { flat, elements: piece, .. }: &Piece<'_>,
         rounded: Option<&mut [u8]>,
         mut tensors: Vec<&mut [f32]>,
         config: &OptimizerConfig,
@@ -119,7 +119,7 @@ impl ZeroOptimizer {
         let [parameters, gradients, state @ ..] = tensors.as_mut_slice() else {
             unreachable!("the tensors of `Piece`")
         };
-        for range in &unit.param_group_ranges {
+        for range in &flat.param_group_ranges {
             let (start, end) = (range.elements.start.max(piece.start), range.elements.end.min(piece.end));
             if start >= end {
                 continue;

@@ -2,7 +2,7 @@
 
 use crate::config::{GroupRate, OptimizerConfig, ParameterGroup};
 use crate::optim::{Rule, Step};
-use crate::zero::unit::Unit;
+use crate::zero::flat_unit::FlatUnit;
 use crate::zero::{FlatLayout, ZeroError};
 use candle_core::Device;
 use std::ops::Range;
@@ -51,7 +51,7 @@ pub(in crate::zero) struct Tensors {
     pub(in crate::zero) segments: Segments,
 }
 
-impl Unit {
+impl FlatUnit {
     /// The ranges of the elements that this rank updates: `all` of them, or its partition.
     pub(in crate::zero) fn param_group_ranges(
         &self,

@@ -1,4 +1,4 @@
-//! The tensors of one unit on one rank.
+//! The tensors of one flat unit on one rank.
 
 use super::state::{GradientPartition, StateTensor};
 use super::update::param_group_ranges::ParamGroupRange;
@@ -34,7 +34,7 @@ impl Viewed {
     }
 }
 
-/// The name of a unit's tensor in a dry run, by its parameters.
+/// The name of a flat unit's tensor in a dry run, by its parameters.
 fn label(what: &str, layout: &FlatLayout) -> String {
     match layout.parameters() {
         [] => format!("the {what} of `{}`", layout.name()),
@@ -54,17 +54,17 @@ fn gradient_of(parameter: &FlatParameter) -> GradientOf<'_> {
     }
 }
 
-/// A flat buffer of a unit on this rank, by stage: whole, or its partition and, while in use, a buffer for
+/// A flat buffer of this rank, by stage: whole, or its partition and, while in use, a buffer for
 /// the whole.
 pub(super) enum MaybePartitioned<P, T> {
     Whole(Viewed),
     Partitioned { partition: P, transient: Option<T> },
 }
 
-/// The parameters of a unit. Partitioned parameters are gathered for their use.
+/// Parameters. Partitioned parameters are gathered for their use.
 pub(super) type Parameters = MaybePartitioned<StateTensor, Gathered>;
 
-/// The gradients of a unit. Partitioned gradients accumulate over micro steps; the whole gradient exists from
+/// Gradients. Partitioned gradients accumulate over micro steps; the whole gradient exists from
 /// the unit's backward to its reduction.
 pub(super) type Gradients = MaybePartitioned<GradientPartition, Viewed>;
 
@@ -120,8 +120,8 @@ impl Gradients {
     }
 }
 
-/// One unit on one rank.
-pub(super) struct Unit {
+/// The parameters of a unit that are stored together, one after another, with their gradients and state: the part of one rank.
+pub(super) struct FlatUnit {
     pub(super) layout: FlatLayout,
     /// Index of this rank's partition in `layout`.
     pub(super) shard_rank: usize,
@@ -137,7 +137,7 @@ pub(super) struct Unit {
     pub(super) param_group_ranges: Vec<ParamGroupRange>,
 }
 
-impl Unit {
+impl FlatUnit {
     /// Views of all parameters; gathers partitioned ones over the shard group first.
     pub(super) fn gather(&mut self, shard: &dyn ProcessGroup) -> Result<Vec<Tensor>, ZeroError> {
         self.start_gather(shard)?;
@@ -283,8 +283,8 @@ impl Unit {
     }
 }
 
-/// The placements of the unit's tensors in a dry run.
-impl Unit {
+/// The placements of the flat unit's tensors in a dry run.
+impl FlatUnit {
     /// Sets those of parameters and optimizer state that are new, each by the layout of its buffer.
     pub(super) fn place_state(&self, groups: &TrainingGroups, stage: ZeroStage) {
         let place = |tensor: &StateTensor, what: &str, buffer: Buffer| {
