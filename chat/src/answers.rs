@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// Mark an answer in a rendered text. Unicode reserves these noncharacters for internal use; a conversation that
 /// contains them is refused.
-pub(in crate::data) const ANSWER_MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
+pub const ANSWER_MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 
 /// Strings of a message that are tried as its mark, each in three ways.
 const MAX_MARKED_STRINGS: usize = 16;

@@ -3,8 +3,11 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Returns the result of `run`, or the message of its panic. State that `run` has changed must not be used after a panic.
-pub(super) fn catch_panic<T>(run: impl FnOnce() -> T) -> Result<T, String> {
+/// Returns the result of `run`, or the message of its panic, for libraries that read untrusted text. State that `run` has changed must not be used after a panic.
+///
+/// # Errors
+/// The message of the panic.
+pub fn catch_panic<T>(run: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(run)).map_err(|panic| format!("the library panicked: {}", message(&*panic)))
 }
 

@@ -1,8 +1,7 @@
 //! Checks that the text of a conversation contains what its messages say.
 
 use super::answers::{string, strings, unmarked};
-use super::{ANSWER_MARKS, Conversation, REASONING, RenderedChat, failed, message};
-use crate::data::notes::Note;
+use super::{ANSWER_MARKS, Conversation, Note, REASONING, RenderedChat, failed, message};
 use minijinja::Error;
 
 impl Conversation<'_> {

@@ -1,34 +1,56 @@
-//! Renders conversations with the tokenizer's chat template, and locates the answers in the text.
+//! Renders conversations with chat templates of Hugging Face, and locates the answers in the text.
 //!
 //! The text equals that of `apply_chat_template` in `transformers`: `minijinja` runs the template, and `python` implements
 //! the operators, methods and filters of Python and Jinja. Anything that would differ is an error. `limits` bounds the
-//! time of a template; a process of its own (`data::tokenizer::worker`) bounds everything.
+//! time of a template; a process of its own can bound everything.
+//!
+//! # Examples
+//!
+//! ```
+//! use serde_json::json;
+//! use std::collections::BTreeMap;
+//! use ulysses_chat::{Chat, ChatDate, ChatTemplate};
+//!
+//! let source = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}\
+//!               {% if add_generation_prompt %}<assistant>{% endif %}";
+//! let template = ChatTemplate::new(source, BTreeMap::new(), ChatDate::default())?;
+//! let messages = vec![
+//!     json!({ "role": "user", "content": "2 + 2?" }),
+//!     json!({ "role": "assistant", "content": "4" }),
+//! ];
+//! let rendered = template.render(&Chat { messages, answers: vec![1], ..Chat::default() })?;
+//! assert_eq!(rendered.text, "<user>2 + 2?</s><assistant>4</s>");
+//! assert_eq!(&rendered.text[rendered.answers[0].clone()], "4</s>");
+//! # Ok::<(), ulysses_chat::Error>(())
+//! ```
 
 mod answers;
 mod arguments;
+mod catch_panic;
 mod checks;
 mod date;
 mod environment;
-mod files;
 mod filters;
 mod limits;
 mod predicates;
 mod program;
 mod python;
+#[cfg(test)]
+mod tests;
 
-use crate::config::ChatDate;
-use crate::data::notes::Note;
 use answers::{with_marks, without_marks};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{Environment, Error, ErrorKind, Value, context};
+use minijinja::{Environment, ErrorKind, Value, context};
 use program::Program;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-pub(super) use answers::ANSWER_MARKS;
-pub(super) use files::ChatFiles;
+pub use answers::ANSWER_MARKS;
+pub use catch_panic::catch_panic;
+pub use date::ChatDate;
+pub use minijinja::Error;
 
 /// The field names of a message's reasoning, the standard one first.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
@@ -38,19 +60,20 @@ const STRFTIME_NOW: &str = "strftime_now";
 
 /// A conversation, and what a template sees beside its messages.
 #[derive(Debug, Default)]
-pub(super) struct Chat {
-    pub(super) messages: Vec<Json>,
+pub struct Chat {
+    /// The messages, each an object with a `role`.
+    pub messages: Vec<Json>,
     /// The messages with `arguments` as JSON strings, where `messages` has them decoded.
-    pub(super) with_strings: Option<Vec<Json>>,
+    pub with_strings: Option<Vec<Json>>,
     /// The indices of the messages to train on.
-    pub(super) answers: Vec<usize>,
+    pub answers: Vec<usize>,
     /// `tools`, `documents` and variables of the conversation.
-    pub(super) variables: Map<String, Json>,
+    pub variables: Map<String, Json>,
 }
 
 /// A Jinja template in the dialect of Hugging Face's `chat_template`.
 #[derive(Debug, Clone)]
-pub(super) struct ChatTemplate {
+pub struct ChatTemplate {
     source: String,
     syntax: SyntaxConfig,
     environment: Environment<'static>,
@@ -61,15 +84,36 @@ pub(super) struct ChatTemplate {
 
 /// A rendered conversation.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct RenderedChat {
-    pub(super) text: String,
+pub struct RenderedChat {
+    /// The text.
+    pub text: String,
     /// The byte ranges of the text to train on, in order.
-    pub(super) answers: Vec<Range<usize>>,
-    pub(super) notes: Vec<Note>,
+    pub answers: Vec<Range<usize>>,
+    /// What the text lacks or depends on.
+    pub notes: Vec<Note>,
+}
+
+/// What a user should know of a rendered conversation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Note {
+    /// `arguments` of tool calls are JSON strings, which are decoded.
+    DecodedArguments,
+    /// The template leaves out content beside tool calls.
+    ContentLeftOut,
+    /// The template leaves out the reasoning of the last answer.
+    ReasoningLeftOut,
+    /// The template ends answers without a token.
+    NoEnd,
+    /// The template prints the date.
+    Date,
 }
 
 impl ChatTemplate {
-    pub(super) fn new(
+    /// Compiles a template. `date` is what its `strftime_now` prints.
+    ///
+    /// # Errors
+    /// A syntax error, or a construct whose text would differ from that of `transformers`.
+    pub fn new(
         source: &str,
         special_tokens: BTreeMap<String, String>,
         date: ChatDate,
@@ -88,7 +132,10 @@ impl ChatTemplate {
     /// rendering of the previous messages with the generation prompt: its content and the token that ends the turn.
     /// White space after that has no labels. If the text before an answer changes without the answer, the answer is
     /// located by marks in one of its strings.
-    pub(super) fn render(&self, chat: &Chat) -> Result<RenderedChat, Error> {
+    ///
+    /// # Errors
+    /// An error of the template, a text that lacks what a message says, or an answer that cannot be located.
+    pub fn render(&self, chat: &Chat) -> Result<RenderedChat, Error> {
         let rendered = self.render_messages(chat, &chat.messages);
         let mut rendered = match (rendered, &chat.with_strings) {
             // The template adds the string to a text.
@@ -100,10 +147,15 @@ impl ChatTemplate {
                 rendered
             }
         };
-        if self.source.contains(STRFTIME_NOW) {
+        if self.uses_date() {
             rendered.notes.push(Note::Date);
         }
         Ok(rendered)
+    }
+
+    /// Returns whether the template may print the date.
+    pub fn uses_date(&self) -> bool {
+        self.source.contains(STRFTIME_NOW)
     }
 
     fn render_messages(&self, chat: &Chat, messages: &[Json]) -> Result<RenderedChat, Error> {
@@ -156,7 +208,7 @@ fn marked_answers(
 #[cfg(test)]
 impl ChatTemplate {
     /// Renders a template with other values than a conversation.
-    pub(super) fn evaluate(&self, values: &Map<String, Json>) -> Result<String, Error> {
+    fn evaluate(&self, values: &Map<String, Json>) -> Result<String, Error> {
         let root = value(&Json::Object(values.clone()))?;
         Program::new(&self.source, &self.syntax)?.run(&self.environment, root)
     }

@@ -1,5 +1,4 @@
-//! Limits of a template, for processes that have no other: of time, and of the stack. `data::tokenizer::worker` has those of
-//! memory.
+//! Limits of a template, for processes that have no other: of time, and of the stack. A process of its own has those of memory.
 
 /// Maximum instructions per rendering: seconds, far more than a conversation of thousands of messages needs.
 pub(super) const MAX_INSTRUCTIONS: u64 = 20_000_000;

@@ -3,8 +3,8 @@
 //! The engine parses and runs templates. Operators, methods and output must have Python's semantics, so each of these
 //! instructions is replaced by a call of a filter with the operator's name.
 
+use super::catch_panic::catch_panic;
 use super::python::{METHODS, check_nested, failed};
-use crate::data::catch_panic::catch_panic;
 use minijinja::machinery::{
     CompiledTemplate, Instruction, Instructions, TemplateConfig, eval, make_string_output,
 };

@@ -1,13 +1,12 @@
 //! Chat templates against what `transformers` makes of them.
 
-use crate::config::ChatDate;
-use crate::data::chat::{Chat, ChatTemplate};
+use super::{Chat, ChatDate, ChatTemplate};
 use serde::Deserialize;
 use serde_json::{Map, Value as Json, json};
 use std::collections::BTreeMap;
 
 /// Written by `tests/fixtures/chat_templates.py`.
-const FIXTURE: &str = include_str!("../../../tests/fixtures/chat_templates.json");
+const FIXTURE: &str = include_str!("../../tests/fixtures/chat_templates.json");
 
 /// Expressions that are an error here and none in Python.
 const REFUSED: [&str; 1] = ["{% macro m(a, b=a) %}{{ a }}{{ b }}{% endmacro %}{{ m(1) }}"];

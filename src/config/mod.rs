@@ -66,7 +66,6 @@ pub use overrides::Overrides;
 pub use partial::{PartiallyResolved, UnresolvedValue};
 pub use raw::RawConfig;
 pub use sections::activation_checkpointing::ActivationCheckpointingConfig;
-pub use sections::chat_date::ChatDate;
 pub use sections::checkpoint::{CheckpointConfig, OnSaveError};
 pub use sections::data::{
     DataSource, HeldOut, LongConversations, OnBadLine, Packing, SeqLenChange, TokenDtype, ValidationConfig,
@@ -87,3 +86,4 @@ pub use sections::tensor_parallel::{
 pub use sections::ulysses::{AttentionChoice, Backend, CommCheck, CommConfig, UlyssesConfig};
 pub use sections::zero::{Offload, PartitionAxes, ZeroConfig, ZeroStage};
 pub use settings::{Setting, Settings};
+pub use ulysses_chat::ChatDate;

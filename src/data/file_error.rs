@@ -185,7 +185,7 @@ pub enum FileError {
         /// The line, from 1.
         line: u64,
         /// The error of the template engine.
-        source: minijinja::Error,
+        source: ulysses_chat::Error,
     },
     /// A Parquet file that cannot be read.
     #[cfg(feature = "parquet")]

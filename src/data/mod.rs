@@ -23,8 +23,6 @@
 mod balance;
 mod batch;
 mod best_fit;
-mod catch_panic;
-mod chat;
 mod contents;
 mod corpus;
 mod data_rank;

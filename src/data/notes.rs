@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
+use ulysses_chat::Note as ChatNote;
 
 /// Maximum number of distinct field names that are counted.
 const MAX_FIELDS: usize = 16;
@@ -15,16 +16,8 @@ const MAX_NAME_CHARS: usize = 40;
 pub(super) enum Note {
     /// A conversation without anything to train on.
     NoAnswer,
-    /// `arguments` of tool calls are JSON strings.
-    DecodedArguments,
-    /// The template leaves out content beside tool calls.
-    ContentLeftOut,
-    /// The template leaves out the reasoning of the last answer.
-    ReasoningLeftOut,
-    /// The template ends answers without a token.
-    NoEnd,
-    /// The template prints the date.
-    Date,
+    /// A property of a rendered conversation.
+    Chat(ChatNote),
     /// A field that changes nothing.
     UnusedField(String),
 }
@@ -80,19 +73,19 @@ impl fmt::Display for Notes {
             let s = if *count == 1 { "" } else { "s" };
             match note {
                 Note::NoAnswer => sentences.push(format!("{count} conversation{s} without an answer skipped")),
-                Note::DecodedArguments => sentences
+                Note::Chat(ChatNote::DecodedArguments) => sentences
                     .push(format!("{count} conversation{s} with `arguments` as JSON strings, which are decoded")),
-                Note::ContentLeftOut => sentences.push(format!(
+                Note::Chat(ChatNote::ContentLeftOut) => sentences.push(format!(
                     "{count} answer{s} whose content beside tool calls the chat template leaves out"
                 )),
-                Note::ReasoningLeftOut => sentences.push(format!(
+                Note::Chat(ChatNote::ReasoningLeftOut) => sentences.push(format!(
                     "{count} conversation{s} whose last reasoning the chat template leaves out"
                 )),
-                Note::NoEnd => sentences.push(format!(
+                Note::Chat(ChatNote::NoEnd) => sentences.push(format!(
                     "{count} conversation{s} in which the chat template does not end answers with a token, so that \
                      nothing teaches the model to stop"
                 )),
-                Note::Date => sentences.push(format!(
+                Note::Chat(ChatNote::Date) => sentences.push(format!(
                     "{count} conversation{s} with a chat template that may print a date, that of `chat_date`"
                 )),
                 Note::UnusedField(name) => fields.push(format!("`{name}` ({count} line{s})")),

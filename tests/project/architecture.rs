@@ -103,7 +103,7 @@ const NEEDS_README: [&str; 6] =
     ["kernels/src/attention", "src/checkpoint", "src/comm", "src/data", "src/sequence_parallel", "src/zero"];
 
 const MAX_LINES: usize = 500;
-const RUST_FOLDERS: [&str; 6] = ["kernels", "src", "cli", "tests", "examples", "benches"];
+const RUST_FOLDERS: [&str; 7] = ["kernels", "chat", "src", "cli", "tests", "examples", "benches"];
 
 fn may_import(module: &str) -> Option<Vec<&'static str>> {
     let row = MAY_IMPORT.iter().find(|(name, _)| *name == module);

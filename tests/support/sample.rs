@@ -48,7 +48,8 @@ pub fn seed() -> Option<u64> {
 fn hash_of_sources() -> u64 {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().find(|dir| dir.join("Cargo.lock").exists());
     let root = root.expect("the tests are in a workspace");
-    let mut folders = vec![root.join("src"), root.join("kernels"), root.join("cli"), root.join("tests")];
+    let mut folders =
+        vec![root.join("src"), root.join("kernels"), root.join("chat"), root.join("cli"), root.join("tests")];
     let mut files = Vec::new();
     while let Some(folder) = folders.pop() {
         for path in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {

@@ -1,8 +1,8 @@
 //! Filters for lists, dicts and generators.
 
 use super::{count, is_true, one};
-use crate::data::chat::arguments::Arguments;
-use crate::data::chat::python::{
+use crate::arguments::Arguments;
+use crate::python::{
     Lazy, Numbers, Py, compare, elements, equal, failed, get_item, int, numbers, pairs, py, to_str,
 };
 use minijinja::value::Tuple;

@@ -1,11 +1,11 @@
 //! The subset of `%` and `str.format` that templates use.
 
 use super::{Py, failed, py, to_str, write_repr, write_str};
-use crate::data::chat::arguments::Arguments;
+use crate::arguments::Arguments;
 use minijinja::{Error, Value};
 
 /// `text % values`, with `s`, `r`, `d`, `i`, `f`, `x` and `%`, a width and a precision.
-pub(in crate::data::chat) fn percent(text: &str, values: &[Value]) -> Result<Value, Error> {
+pub(crate) fn percent(text: &str, values: &[Value]) -> Result<Value, Error> {
     let mut values = values.iter();
     let (mut out, mut rest) = (String::new(), text);
     while let Some((before, after)) = rest.split_once('%') {

@@ -1,11 +1,11 @@
 //! `json.dumps`, as `transformers` gives it to templates.
 
 use super::{Py, check_depth, elements, failed, float_repr, pairs, py, to_str};
-use crate::data::chat::arguments::Arguments;
+use crate::arguments::Arguments;
 use minijinja::{Error, Value};
 
 /// `tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
-pub(in crate::data::chat) fn to_json(arguments: Arguments) -> Result<Value, Error> {
+pub(crate) fn to_json(arguments: Arguments) -> Result<Value, Error> {
     let [value, ensure_ascii, indent, separators, sort_keys] =
         arguments.bind(["x", "ensure_ascii", "indent", "separators", "sort_keys"])?;
     let value = value.ok_or_else(|| failed("`tojson` has nothing to write"))?;

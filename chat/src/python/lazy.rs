@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// A generator, which can be iterated once and is true even if empty, or a view, which behaves like a list but prints
 /// differently.
 #[derive(Debug)]
-pub(in crate::data::chat) struct Lazy {
+pub(crate) struct Lazy {
     elements: Mutex<Vec<Value>>,
     is_generator: bool,
 }
@@ -21,11 +21,11 @@ impl PartialEq for Lazy {
 }
 
 impl Lazy {
-    pub(in crate::data::chat) fn generator(elements: Vec<Value>) -> Value {
+    pub(crate) fn generator(elements: Vec<Value>) -> Value {
         Value::from_object(Self { elements: Mutex::new(elements), is_generator: true })
     }
 
-    pub(in crate::data::chat) fn view(elements: Vec<Value>) -> Value {
+    pub(crate) fn view(elements: Vec<Value>) -> Value {
         Value::from_object(Self { elements: Mutex::new(elements), is_generator: false })
     }
 
@@ -36,7 +36,7 @@ impl Lazy {
     }
 
     /// Returns the first remaining value.
-    pub(in crate::data::chat) fn take_first(&self) -> Option<Value> {
+    pub(crate) fn take_first(&self) -> Option<Value> {
         let mut elements = self.elements.lock();
         match self.is_generator && !elements.is_empty() {
             true => Some(elements.remove(0)),
@@ -45,7 +45,7 @@ impl Lazy {
     }
 
     /// `len(view)`.
-    pub(in crate::data::chat) fn len(&self) -> Result<usize, Error> {
+    pub(crate) fn len(&self) -> Result<usize, Error> {
         match self.is_generator {
             true => Err(failed("a generator has no length; `| list` makes a list of it")),
             false => Ok(self.elements.lock().len()),

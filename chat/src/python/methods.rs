@@ -2,16 +2,16 @@
 
 use super::strings::{capitalize, is_space, replace, split_at, split_lines, split_space, strip, title};
 use super::{Lazy, Py, elements, equal, failed, format, pairs, py};
-use crate::data::chat::arguments::Arguments;
+use crate::arguments::Arguments;
 use minijinja::value::{Object, ObjectRepr, Tuple};
 use minijinja::{Error, Value};
 use std::sync::Arc;
 
 /// A method: its name, and the names by which programs look it up and call it.
-pub(in crate::data::chat) struct MethodName {
-    pub(in crate::data::chat) name: &'static str,
-    pub(in crate::data::chat) attribute: &'static str,
-    pub(in crate::data::chat) call: &'static str,
+pub(crate) struct MethodName {
+    pub(crate) name: &'static str,
+    pub(crate) attribute: &'static str,
+    pub(crate) call: &'static str,
     /// The types that have it: str, dict, list and tuple.
     types: [bool; 3],
 }
@@ -25,7 +25,7 @@ macro_rules! methods {
 }
 
 /// All methods of the three types. Calls of mutating methods are refused, as in `transformers`.
-pub(in crate::data::chat) const METHODS: &[MethodName] = methods! {
+pub(crate) const METHODS: &[MethodName] = methods! {
     [true, false, false]: "capitalize" "casefold" "center" "encode" "endswith" "expandtabs" "find" "format"
         "format_map" "isalnum" "isalpha" "isascii" "isdecimal" "isdigit" "isidentifier" "islower" "isnumeric"
         "isprintable" "isspace" "istitle" "isupper" "join" "ljust" "lower" "lstrip" "maketrans" "partition"
@@ -39,7 +39,7 @@ pub(in crate::data::chat) const METHODS: &[MethodName] = methods! {
 
 /// A bound method that is not called; it is true and defined.
 #[derive(Debug)]
-pub(in crate::data::chat) struct Method;
+pub(crate) struct Method;
 
 impl Object for Method {
     fn repr(self: &Arc<Self>) -> ObjectRepr {
@@ -49,7 +49,7 @@ impl Object for Method {
 
 impl Method {
     /// Returns the method of a value, if its type has it.
-    pub(in crate::data::chat) fn of(value: &Value, name: &str) -> Option<Value> {
+    pub(crate) fn of(value: &Value, name: &str) -> Option<Value> {
         has(value, name).then(|| Value::from_object(Self))
     }
 }
@@ -66,7 +66,7 @@ fn has(value: &Value, name: &str) -> bool {
 }
 
 /// Calls a method.
-pub(in crate::data::chat) fn method(name: &'static str, mut arguments: Arguments) -> Result<Value, Error> {
+pub(crate) fn method(name: &'static str, mut arguments: Arguments) -> Result<Value, Error> {
     let value = arguments.take_first();
     match py(&value) {
         Py::Undefined => Err(failed(format!("`{name}` of an undefined value is called"))),

@@ -11,7 +11,7 @@ use std::cmp::Ordering;
 type Operator = fn(&[Value]) -> Result<Value, Error>;
 
 /// The operators by their internal names, which a template cannot contain.
-pub(in crate::data::chat) const OPERATORS: [(&str, Operator); 21] = [
+pub(crate) const OPERATORS: [(&str, Operator); 21] = [
     ("+", |values| add(&values[0], &values[1])),
     ("-", |values| arithmetic(&values[0], &values[1], "-", i128::checked_sub, |a, b| a - b)),
     ("*", |values| multiply(&values[0], &values[1])),
@@ -172,7 +172,7 @@ fn ordered(left: &Value, right: &Value, is: fn(Ordering) -> bool) -> Result<Valu
 }
 
 /// `value in container`.
-pub(in crate::data::chat) fn is_in(value: &Value, container: &Value) -> Result<bool, Error> {
+pub(crate) fn is_in(value: &Value, container: &Value) -> Result<bool, Error> {
     match (py(value), py(container)) {
         (Py::Str(part), Py::Str(text)) => Ok(text.contains(part)),
         (other, Py::Str(_)) => Err(failed(format!("{} cannot be in a str", other.name()))),
@@ -190,7 +190,7 @@ pub(in crate::data::chat) fn is_in(value: &Value, container: &Value) -> Result<b
 }
 
 /// `container[key]`: undefined in Jinja where Python raises an error, and a method if there is no item.
-pub(in crate::data::chat) fn get_item(container: &Value, key: &Value) -> Result<Value, Error> {
+pub(crate) fn get_item(container: &Value, key: &Value) -> Result<Value, Error> {
     let found = match (py(container), py(key)) {
         (Py::Undefined, key) => {
             let key = if let Py::Str(key) = key { format!("`{key}`") } else { "an item".to_owned() };
@@ -267,7 +267,7 @@ fn slice(values: &[Value]) -> Result<Value, Error> {
 
 /// `range(…)`.
 impl Lazy {
-    pub(in crate::data::chat) fn range(bounds: &[Value]) -> Result<Value, Error> {
+    pub(crate) fn range(bounds: &[Value]) -> Result<Value, Error> {
         let is_small = |value: &i128| value.unsigned_abs() < 1 << 62;
         let bounds: Option<Vec<i128>> = bounds.iter().map(|value| py(value).int().filter(is_small)).collect();
         let (start, stop, step) = match bounds.as_deref() {

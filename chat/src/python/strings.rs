@@ -5,7 +5,7 @@ use minijinja::Error;
 use std::fmt::Write;
 
 /// `str.isspace` of a character. Rust does not count the four separators.
-pub(in crate::data::chat) fn is_space(character: char) -> bool {
+pub(crate) fn is_space(character: char) -> bool {
     character.is_whitespace() || matches!(character, '\u{1c}'..='\u{1f}')
 }
 
@@ -40,11 +40,7 @@ pub(super) fn write_repr(text: &str, out: &mut String) {
 }
 
 /// `str.strip(chars)`, at the start, at the end or both.
-pub(in crate::data::chat) fn strip<'a>(
-    text: &'a str,
-    chars: Option<&str>,
-    [start, end]: [bool; 2],
-) -> &'a str {
+pub(crate) fn strip<'a>(text: &'a str, chars: Option<&str>, [start, end]: [bool; 2]) -> &'a str {
     let is_cut =
         |character: char| chars.map_or_else(|| is_space(character), |chars| chars.contains(character));
     let text = if start { text.trim_start_matches(is_cut) } else { text };
@@ -52,7 +48,7 @@ pub(in crate::data::chat) fn strip<'a>(
 }
 
 /// `str.splitlines(keepends)`.
-pub(in crate::data::chat) fn split_lines(text: &str, keep_ends: bool) -> Vec<&str> {
+pub(crate) fn split_lines(text: &str, keep_ends: bool) -> Vec<&str> {
     let is_end = |character: char| {
         matches!(
             character,
@@ -83,14 +79,14 @@ fn title_case(character: char) -> Result<std::char::ToUppercase, Error> {
 }
 
 /// `str.capitalize()`.
-pub(in crate::data::chat) fn capitalize(text: &str) -> Result<String, Error> {
+pub(crate) fn capitalize(text: &str) -> Result<String, Error> {
     let mut chars = text.chars();
     let Some(first) = chars.next() else { return Ok(String::new()) };
     Ok(title_case(first)?.chain(chars.as_str().to_lowercase().chars()).collect())
 }
 
 /// `str.title()`.
-pub(in crate::data::chat) fn title(text: &str) -> Result<String, Error> {
+pub(crate) fn title(text: &str) -> Result<String, Error> {
     let (mut titled, mut is_inside) = (String::with_capacity(text.len()), false);
     for character in text.chars() {
         match is_inside {
@@ -146,6 +142,6 @@ pub(super) fn split_at(text: &str, separator: &str, limit: Option<usize>, from_e
 }
 
 /// `str.replace(old, new, count)`.
-pub(in crate::data::chat) fn replace(text: &str, old: &str, new: &str, count: Option<usize>) -> String {
+pub(crate) fn replace(text: &str, old: &str, new: &str, count: Option<usize>) -> String {
     text.replacen(old, new, count.unwrap_or(usize::MAX))
 }

@@ -1,6 +1,5 @@
 //! The `ulysses` section: settings that DeepSpeed leaves to the training script.
 
-use super::chat_date::ChatDate;
 use super::data::{
     DataSource, LongConversations, OnBadLine, Packing, SeqLenChange, TokenDtype, ValidationConfig,
 };
@@ -15,6 +14,7 @@ use crate::config_file::vocabulary::Value;
 use crate::mesh::MeshSpec;
 use std::num::NonZero;
 use std::time::Duration;
+use ulysses_chat::ChatDate;
 
 keys! {
     /// Settings that DeepSpeed leaves to the training script.

@@ -1,10 +1,10 @@
 //! Conversations of a line: what each field of the line and of its messages does.
 
 use super::lines::{Fields, inexact_number};
-use crate::data::chat::Chat;
 use crate::data::{DataError, FileError};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value as Json, json};
+use ulysses_chat::Chat;
 
 /// Fields of a message that say whether it is trained on: 1 or true, 0 or false.
 const WEIGHTS: [&str; 5] = ["weight", "train", "loss", "loss_mask", "loss_weight"];

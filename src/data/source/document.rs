@@ -2,7 +2,6 @@
 
 use super::lines::{Line, parse};
 use super::record::{Content, Record};
-use crate::data::chat::{ANSWER_MARKS, Chat, ChatTemplate, RenderedChat};
 use crate::data::notes::Note;
 use crate::data::tokenizer::Local;
 use crate::data::{DataError, FileError, IGNORED_LABEL};
@@ -11,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json, json};
 use std::ops::Range;
 use std::path::Path;
+use ulysses_chat::{ANSWER_MARKS, Chat, ChatTemplate, RenderedChat};
 
 /// A tokenized document.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -189,7 +189,8 @@ impl LocalEncoder<'_> {
             if is_answer && !place.is_empty() { i64::from(token) } else { IGNORED_LABEL }
         };
         let labels = tokens.iter().zip(&places).map(|(&token, place)| label(token, place)).collect();
-        Ok(Document { tokens, labels: Some(labels), kind, notes: rendered.notes })
+        let notes = rendered.notes.into_iter().map(Note::Chat).collect();
+        Ok(Document { tokens, labels: Some(labels), kind, notes })
     }
 }
 

@@ -2,7 +2,6 @@
 
 use super::document::TextOptions;
 use super::layout::{self, Alpaca};
-use crate::data::chat::Chat;
 use crate::data::notes::Note;
 use crate::data::{DataError, FileError, IGNORED_LABEL};
 use serde::Deserialize;
@@ -10,6 +9,7 @@ use serde_json::Value as Json;
 use serde_json::value::RawValue;
 use std::collections::BTreeMap;
 use std::path::Path;
+use ulysses_chat::Chat;
 
 /// Fields with a 0 for each token without a label.
 const TOKEN_MASKS: [&str; 3] = ["loss_mask", "completion_mask", "assistant_masks"];

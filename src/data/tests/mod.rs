@@ -3,7 +3,6 @@
 mod balance;
 mod batch;
 mod best_fit;
-mod chat_templates;
 mod conversations;
 mod corpus;
 mod dataset;

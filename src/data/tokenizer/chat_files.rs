@@ -1,12 +1,12 @@
 //! Reads chat templates and special tokens from a tokenizer's directory, as `transformers` does.
 
-use super::{Chat, ChatDate, ChatTemplate};
 use crate::data::DataError;
 use crate::regular_file;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
+use ulysses_chat::{Chat, ChatDate, ChatTemplate};
 
 /// The template of conversations with tools, if a tokenizer has several.
 const TOOL_USE: &str = "tool_use";
@@ -80,7 +80,7 @@ impl ChatFiles {
             None if self.sources.is_empty() => Json::Null,
             _ => self.sources.iter().map(|(name, source)| [name.as_str(), &source.text]).collect(),
         };
-        let uses_date = self.sources.values().any(|source| source.text.contains(super::STRFTIME_NOW));
+        let uses_date = self.templates.values().any(ChatTemplate::uses_date);
         let date = uses_date.then(|| self.date.to_string());
         let special_tokens = &self.special_tokens;
         match date {

@@ -1,13 +1,12 @@
 //! [`Local`]: a tokenizer in this process.
 
 use super::Properties;
-use crate::config::ChatDate;
+use super::chat_files::ChatFiles;
 use crate::data::DataError;
-use crate::data::catch_panic::catch_panic;
-use crate::data::chat::ChatFiles;
 use crate::regular_file;
 use std::ops::Range;
 use std::path::Path;
+use ulysses_chat::{ChatDate, catch_panic};
 
 /// A tokenizer with its chat templates.
 #[derive(Debug, Clone)]

@@ -1,5 +1,6 @@
 //! [`Tokenizer`]: text to token ids.
 
+mod chat_files;
 mod local;
 #[cfg(unix)]
 mod worker;
