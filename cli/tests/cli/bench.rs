@@ -271,7 +271,7 @@ fn the_longest_sequence_is_found() {
         r#"{ "train_batch_size": 1, "ulysses": { "activation_checkpointing": true, "tile_tokens": 256 } }"#,
     );
     let search = ["bench", "max-seq-len", "c.json", "--model", "nano", "--threads-per-rank", "1"];
-    let limits = ["--memory-gib", "0.0625", "--from", "8192", "--resolution", "8192", "--json"];
+    let limits = ["--memory-gib", "0.125", "--from", "8192", "--resolution", "8192", "--json"];
     let outcome = place.run(&[&search[..], &limits].concat());
     let report: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
     let [longest, planned] = ["max_seq_len", "planned_max_seq_len"].map(|key| report[key].as_u64().unwrap());

@@ -45,8 +45,8 @@ fn a_page_of_two_runs_is_self_contained_and_shares_charts() {
     assert_eq!(page.matches("<circle").count(), 2);
     // Per run: the measured peak, and the plan over the measured memory.
     assert_eq!(of_runs.matches("<polyline").count(), (1 + 1) * 2);
-    // Step time by activity (rings and stages among them) and by phase, planned and measured memory.
-    assert_eq!(of_runs.matches("<polygon").count(), (7 + 4 + 6 + 6) * 2);
+    // Step time by activity (rings, tp and stages among them) and by phase, planned and measured memory.
+    assert_eq!(of_runs.matches("<polygon").count(), (8 + 4 + 6 + 6) * 2);
     assert_eq!(
         of_runs.matches("the optimizer step, measured in step 2").count(),
         2 * 2,
