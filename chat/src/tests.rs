@@ -5,8 +5,8 @@ use serde::Deserialize;
 use serde_json::{Map, Value as Json, json};
 use std::collections::BTreeMap;
 
-/// Written by `tests/fixtures/chat_templates.py`.
-const FIXTURE: &str = include_str!("../../tests/fixtures/chat_templates.json");
+/// Written by `tests/transformers.py`.
+const FIXTURE: &str = include_str!("../tests/transformers.json");
 
 /// Expressions that are an error here and none in Python.
 const REFUSED: [&str; 1] = ["{% macro m(a, b=a) %}{{ a }}{{ b }}{% endmacro %}{{ m(1) }}"];
