@@ -3,7 +3,9 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Returns the result of `run`, or the message of its panic, for libraries that read untrusted text. State that `run` has changed must not be used after a panic.
+/// Returns the result of `run`, or the message of its panic: for calls of libraries with text from others.
+///
+/// State that `run` has changed must not be used after a panic.
 ///
 /// # Errors
 /// The message of the panic.

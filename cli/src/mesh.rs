@@ -50,7 +50,7 @@ struct Drawn {
 }
 
 pub(super) fn run(args: &MeshArgs) -> Result<(), Failure> {
-    let drawn = drawn(&args.shape, args)?;
+    let drawn = drawn(args)?;
     let nodes = drawn.ranks_per_node.map(|ranks| draw_nodes(&drawn.mesh, ranks)).transpose().or_usage()?;
     let tensor = args.tensor.as_deref().map(|text| draw_tensor(text, &drawn.mesh)).transpose()?;
     print(format_args!("{}{}{}", draw(&drawn.mesh), nodes.unwrap_or_default(), tensor.unwrap_or_default()))?;
@@ -75,36 +75,37 @@ fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {
     write_file(path, "--svg", drawing)
 }
 
-fn drawn(shape: &str, args: &MeshArgs) -> Result<Drawn, Failure> {
-    let cluster = cluster(shape, args)?;
+fn drawn(args: &MeshArgs) -> Result<Drawn, Failure> {
+    let (shape, cluster) = (&*args.shape, cluster(args)?);
     if args.names.is_none()
         && let Some((preset, own)) = Preset::parse(shape, cluster).or_usage()?
     {
         let mesh = preset.mesh(own).or_usage()?;
         // As in training, sizes of the preset make its mesh; the flags only place the ranks on nodes.
-        let ranks_per_node = ranks_per_node(shape, &mesh, args)?.unwrap_or(own.ranks_per_node);
+        let ranks_per_node = ranks_per_node(&mesh, args)?.unwrap_or(own.ranks_per_node);
         return Ok(Drawn { mesh, ranks_per_node: Some(ranks_per_node) });
     }
     if args.names.is_none() && shape.contains([':', '@']) {
         let spec = MeshSpec::parse(shape).and_then(|spec| spec.resolve(cluster)).or_usage()?;
         let (mesh, own) = spec.mesh().or_usage()?;
-        let ranks_per_node = ranks_per_node(shape, &mesh, args)?.or(own);
+        let ranks_per_node = ranks_per_node(&mesh, args)?.or(own);
         return Ok(Drawn { mesh, ranks_per_node });
     }
     let world_size = args.world_size.or(cluster.map(Cluster::world_size));
-    let mesh = parse(shape, args, world_size)?;
+    let mesh = parse(args, world_size)?;
     // As in training, ranks are row-major whatever their nodes.
-    let ranks_per_node = ranks_per_node(shape, &mesh, args)?;
+    let ranks_per_node = ranks_per_node(&mesh, args)?;
     Ok(Drawn { mesh, ranks_per_node })
 }
 
 /// Returns the ranks per node that the flags give, if any.
-fn ranks_per_node(shape: &str, mesh: &DeviceMesh, args: &MeshArgs) -> Result<Option<usize>, Failure> {
+fn ranks_per_node(mesh: &DeviceMesh, args: &MeshArgs) -> Result<Option<usize>, Failure> {
     let ranks = mesh.world_size();
     match (args.nodes, args.devices_per_node) {
-        (Some(nodes), None) if !ranks.is_multiple_of(nodes) => {
-            Err(Failure::Usage(anyhow!("--mesh {shape}: {ranks} ranks cannot be divided into {nodes} nodes")))
-        }
+        (Some(nodes), None) if !ranks.is_multiple_of(nodes) => Err(Failure::Usage(anyhow!(
+            "--mesh {}: {ranks} ranks cannot be divided into {nodes} nodes",
+            args.shape
+        ))),
         (Some(nodes), None) => Ok(Some(ranks / nodes)),
         (_, devices) => Ok(devices),
     }
@@ -112,12 +113,12 @@ fn ranks_per_node(shape: &str, mesh: &DeviceMesh, args: &MeshArgs) -> Result<Opt
 
 /// Returns the cluster that the flags describe. --world-size alone is one node, and so is --devices-per-node alone for a
 /// shape that leaves the number of ranks open.
-fn cluster(shape: &str, args: &MeshArgs) -> Result<Option<Cluster>, Failure> {
+fn cluster(args: &MeshArgs) -> Result<Option<Cluster>, Failure> {
     let (nodes, ranks_per_node) = match (args.nodes, args.devices_per_node, args.world_size) {
         (Some(nodes), None, Some(ranks)) => (nodes, ranks / nodes),
         (None, Some(ranks_per_node), Some(ranks)) => (ranks / ranks_per_node, ranks_per_node),
         (Some(nodes), Some(ranks_per_node), _) => (nodes, ranks_per_node),
-        (None, Some(ranks_per_node), None) if is_open(shape) => (1, ranks_per_node),
+        (None, Some(ranks_per_node), None) if is_open(&args.shape) => (1, ranks_per_node),
         (None, None, Some(ranks)) => (1, ranks),
         (_, _, None) => return Ok(None),
     };
@@ -142,7 +143,8 @@ fn is_open(shape: &str) -> bool {
     if Preset::named(shape).is_some() { !shape.contains('=') } else { shape.contains("-1") }
 }
 
-fn parse(shape: &str, args: &MeshArgs, world_size: Option<usize>) -> Result<DeviceMesh, Failure> {
+fn parse(args: &MeshArgs, world_size: Option<usize>) -> Result<DeviceMesh, Failure> {
+    let shape = &*args.shape;
     let mesh = match &args.names {
         None => DeviceMesh::parse(shape, world_size),
         Some(_) if shape.contains('=') => {

@@ -30,7 +30,7 @@ impl ModelConfig {
 
     /// Number of elements of the parameters whose name satisfies `counted`.
     pub fn num_parameters_where(&self, counted: impl Fn(&str) -> bool) -> usize {
-        let units = Model::from_valid(self).units();
+        let units = Model::unchecked(self).units();
         let parameters = units.iter().flat_map(|unit| &unit.parameters);
         parameters.filter(|parameter| counted(&parameter.name)).map(ParameterSpec::numel).sum()
     }

@@ -41,7 +41,7 @@ impl Model {
     /// A description that [`ModelConfig::validate`] refuses.
     pub fn new(config: &ModelConfig) -> Result<Self, ModelError> {
         config.validate("model")?;
-        Ok(Self::from_valid(config))
+        Ok(Self::unchecked(config))
     }
 
     /// Keeps the part that one tensor-parallel rank has of every layer, and of input and objective if they can be divided. One that
@@ -66,7 +66,7 @@ impl Model {
     }
 
     /// As [`new`](Self::new), without a check of the description; allocates nothing.
-    pub(super) fn from_valid(config: &ModelConfig) -> Self {
+    pub(super) fn unchecked(config: &ModelConfig) -> Self {
         let ModelConfig {
             vocab_size, hidden_size, initializer_range: std, multipliers, final_softcap, ..
         } = *config;

@@ -230,13 +230,13 @@ impl TokenMixer {
         }
     }
 
-    /// Whether [`forward`](Self::forward) returns the result of the branch, and not the tensor that the branch opens with the output
-    /// added, which is still to be joined. [`backward`](Self::backward) of an MLP likewise starts at the result.
+    /// Whether [`forward`](Self::forward) joins the branch itself. Only an MLP does; after other modules the caller calls
+    /// [`Branch::join`].
     pub fn joins_its_branch(&self) -> bool {
         matches!(self, Self::Mlp(_))
     }
 
-    /// Adds the output to the tensor that the branch opens; an MLP also [joins](Self::joins_its_branch) the branch. Only attention keeps
+    /// Adds the output to the tensor that the branch opens; an MLP then [joins](Self::joins_its_branch) the branch. Only attention keeps
     /// something for a checkpoint.
     ///
     /// # Shapes

@@ -155,7 +155,7 @@ impl Job {
     /// An output directory that cannot be used, or the failure of a rank.
     pub fn train(self) -> Result<JobReport, JobError> {
         let Self { mut ranks, mut prepared, observers } = self;
-        let acquired = prepared.writes_output().then(|| prepared.acquire_output(&mut ranks, |_| Ok(())));
+        let acquired = prepared.writes_output().then(|| prepared.acquire_output(&mut ranks, || Ok(())));
         let _lock = acquired.transpose()?;
         prepared.log_planned_memory(&ranks);
         let reports = prepared.run(&mut ranks, |rank, device| train(&prepared, &observers, rank, device))?;

@@ -1,7 +1,7 @@
 //! [`Observer`]: hooks of a training run.
 
 use crate::checkpoint::SavedCheckpoint;
-use crate::engine::{Engine, StepTimes};
+use crate::engine::Engine;
 use crate::monitor::{EvalMetrics, Metrics, Progress, RunTotals};
 use std::error::Error;
 
@@ -13,8 +13,6 @@ pub type ObserverError = Box<dyn Error + Send + Sync>;
 pub struct StepEnd {
     /// The metrics of the step. Later observers see the changes of earlier ones.
     pub metrics: Metrics,
-    /// The time of each phase and each part of the model, on this rank.
-    pub times: StepTimes,
     /// Tokens per sequence.
     pub seq_len: usize,
 }

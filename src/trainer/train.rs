@@ -206,12 +206,11 @@ impl<'a> Trainer<'a> {
         self.engine.workspace().options().device.synchronize().map_err(EngineError::from)?;
         self.group().check().map_err(EngineError::from)?;
         let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_wait_seconds());
-        let times = self.engine.take_times()?;
-        let time = times.shares(step_seconds, data_seconds);
+        let time = self.engine.take_times()?.shares(step_seconds, data_seconds);
         let mesh = self.engine.config().mesh.shape();
         let of_engine = report.metrics(step_seconds);
         let metrics = Metrics { data_seconds, padding_share, time, mesh, ..of_engine };
-        let mut step = StepEnd { metrics, times, seq_len };
+        let mut step = StepEnd { metrics, seq_len };
         self.notify(|observer, engine| observer.on_step_end(engine, &mut step))?;
         Ok(report.step)
     }

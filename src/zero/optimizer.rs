@@ -374,14 +374,14 @@ impl ZeroOptimizer {
         Ok(sum)
     }
 
-    /// The sums over some units, for each partition that this rank has.
+    /// The sums over some flat units, for each partition that this rank has.
     fn squares_of_partitions<'a, U: Iterator<Item = &'a FlatUnit>>(
         &self,
-        units: impl Fn() -> U,
+        flats: impl Fn() -> U,
     ) -> Result<Vec<f64>, ZeroError> {
         let of_partition = |rank: usize| {
-            let of_units = units().filter_map(|unit| unit.gradient_partition(rank).transpose());
-            of_units.collect::<Result<Vec<Tensor>, ZeroError>>()
+            let of_flats = flats().filter_map(|flat| flat.gradient_partition(rank).transpose());
+            of_flats.collect::<Result<Vec<Tensor>, ZeroError>>()
         };
         let is_partitioned = self.stage.partitions_optimizer();
         let own = self.groups.shard().rank();
@@ -392,7 +392,7 @@ impl ZeroOptimizer {
         let mut squares = ulysses_kernels::elementwise::sums_of_squares(&tensors)?.into_iter();
         let of_partitions = partitions
             .iter()
-            .map(|units| squares.by_ref().take(units.len()).fold(0.0, |sum, square| sum + square));
+            .map(|flats| squares.by_ref().take(flats.len()).fold(0.0, |sum, square| sum + square));
         Ok(of_partitions.collect())
     }
 
@@ -408,10 +408,10 @@ impl ZeroOptimizer {
         Ok(of_partitions.into_iter().sum())
     }
 
-    /// The sum over some units of this rank's partition, if it is known without loading offloaded gradients.
-    fn known_sum_of_squares<'a>(&self, mut units: impl Iterator<Item = &'a FlatUnit>) -> Option<f64> {
+    /// The sum over some flat units of this rank's partition, if it is known without loading offloaded gradients.
+    fn known_sum_of_squares<'a>(&self, mut flats: impl Iterator<Item = &'a FlatUnit>) -> Option<f64> {
         self.storage.gradients(self.stage)?;
-        units.try_fold(0.0, |sum, unit| match &unit.gradients {
+        flats.try_fold(0.0, |sum, flat| match &flat.gradients {
             Some(Gradients::Partitioned { partition, .. }) => Some(sum + partition.known_sum_of_squares()?),
             _ => None,
         })
@@ -420,10 +420,10 @@ impl ZeroOptimizer {
 
 fn each<T>(
     category: Category,
-    units: &[FlatLayout],
+    layouts: &[FlatLayout],
     make: impl Fn(&FlatLayout) -> Result<T, ZeroError>,
 ) -> Result<Vec<T>, ZeroError> {
-    with_category(category, || units.iter().map(make).collect())
+    with_category(category, || layouts.iter().map(make).collect())
 }
 
 /// Allocates the zeroed master copy, if parameters are not f32, and the initial optimizer state, for the

@@ -32,13 +32,13 @@ fn has_heads(problem: &Problem, layout: &Layout) -> bool {
     divided.is_some_and(|heads| heads.q.iter().all(|heads| heads.len() >= layout.sp))
 }
 
-/// Checks a sample of all problems on the grid.
+/// Checks every second case of a sample of all problems on the grid.
 #[track_caller]
 fn check_each(problems: &[Problem], tolerance: f64) {
     check_every(2, problems, tolerance);
 }
 
-/// As [`check_each`], a part of the sample.
+/// Checks every `stride`-th case of a sample of all problems on the grid.
 #[track_caller]
 fn check_every(stride: usize, problems: &[Problem], tolerance: f64) {
     let expected: Vec<_> = problems.iter().map(|problem| problem.reference().unwrap()).collect();

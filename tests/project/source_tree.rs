@@ -152,7 +152,7 @@ fn child(path: &str, name: &str) -> String {
 }
 
 /// Returns the names after `crate::`, after a chain of `super::` from a file `depth` modules deep to the crate's
-/// root, and after `ulysses_kernels::` (as `kernels::…`).
+/// root, after `ulysses_kernels::` (as `kernels::…`), and `chat` for `ulysses_chat::`.
 fn imported(tokens: &[Token], depth: usize) -> impl Iterator<Item = (String, usize)> {
     let mut found = Vec::new();
     let mut index = 0;
@@ -167,6 +167,8 @@ fn imported(tokens: &[Token], depth: usize) -> impl Iterator<Item = (String, usi
         } else if tokens[start].text == "ulysses_kernels" && is_path_separator(tokens, start + 1) {
             let names = names_at(&tokens[start + 3..]).into_iter();
             found.extend(names.map(|(name, line)| (format!("kernels::{name}"), line)));
+        } else if tokens[start].text == "ulysses_chat" && is_path_separator(tokens, start + 1) {
+            found.push(("chat".to_owned(), tokens[start].line));
         } else if supers >= depth && supers > 0 {
             found.extend(names_at(&tokens[index..]));
         }

@@ -18,11 +18,11 @@ pub fn check_features_where(
     fits: impl Fn(&Problem, &Layout) -> bool,
 ) {
     // Features do not change the reference.
-    let with_its_reference = |number: usize| {
+    let reference_of = |number: usize| {
         let Problem { config, batch, .. } = &problems[number];
         problems.iter().position(|first| first.config == *config && first.batch == *batch).unwrap()
     };
-    let expected = |number| (with_its_reference(number) == number).then(|| problems[number].reference());
+    let expected = |number| (reference_of(number) == number).then(|| problems[number].reference());
     let expected: Vec<_> = (0..problems.len()).map(|number| expected(number).transpose().unwrap()).collect();
     let cases =
         layouts.into_iter().flat_map(|layout| (0..problems.len()).map(move |number| (layout, number)));
@@ -33,13 +33,10 @@ pub fn check_features_where(
         let is_whole = problem.extra["ulysses"]["head_chunks"].is_null();
         (is_whole || has_chunks(layout)) && fits(problem, layout)
     });
-    let axes = |(layout, number): &(Layout, usize)| {
-        let Layout { sp, ring, tp, pp, stage, .. } = layout;
-        axes![number, sp, ring, tp, pp, stage]
-    };
+    let axes = |(layout, number): &(Layout, usize)| [axes![number], layout.axes()].concat();
     for (layout, number) in sampled(cases, axes) {
         let outcome = problems[number].run(layout).unwrap();
-        let expected = expected[with_its_reference(number)].as_ref().unwrap();
+        let expected = expected[reference_of(number)].as_ref().unwrap();
         assert_matches(&outcome, expected, tolerance, &format!("problem {number}, {layout:?}"));
     }
 }
@@ -64,7 +61,7 @@ pub const GRID: Grid = Grid {
 };
 
 impl Grid {
-    /// Returns the layouts, and one with all but dp, each with and without accumulation.
+    /// Returns the layouts, and one with pp, sp and tp, each with and without accumulation.
     pub fn layouts(&self) -> impl Iterator<Item = Layout> {
         let Self { meshes, pipelines, divided, rings } = *self;
         let meshes = meshes.iter().flat_map(|&(dp, sp)| [0, 1, 2, 3].map(|stage| layout(dp, sp, stage)));

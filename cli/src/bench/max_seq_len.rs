@@ -112,7 +112,6 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 }
 
 /// The longest sequence with a config.
-#[derive(Serialize)]
 struct Found {
     /// The longest sequence that trained; 0 if none did.
     max_seq_len: usize,
@@ -241,7 +240,7 @@ impl Search {
     fn to_json(&self, found: &Found) -> Value {
         let Args { config, gib_per_rank, resolution, .. } = &self.args;
         let Self { model, mesh, .. } = self;
-        let mut report = json!({
+        json!({
             "bench": "max-seq-len",
             "settings": {
                 "config": config, "model": model, "mesh": mesh, "gib_per_rank": gib_per_rank, "resolution": resolution,
@@ -249,11 +248,11 @@ impl Search {
             "method": METHOD,
             "processor": cpu_name(),
             "cores": cores(),
-        });
-        for (key, value) in json!(found).as_object_mut().into_iter().flatten() {
-            report[key] = value.take();
-        }
-        report
+            "max_seq_len": found.max_seq_len,
+            "planned_max_seq_len": found.planned_max_seq_len,
+            "memory": found.memory,
+            "attempts": found.attempts,
+        })
     }
 
     fn to_text(&self, Found { max_seq_len, planned_max_seq_len, memory, .. }: &Found) -> String {

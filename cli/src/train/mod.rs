@@ -32,7 +32,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>, ranks: &mut JobRanks)
     run.job.decide_attention_output(ranks)?;
     // Nothing is written unless all processes can start.
     let _lock =
-        run.job.acquire_output(ranks, |_| trace.as_ref().map_or(Ok(()), |(path, _)| trace::check(path)))?;
+        run.job.acquire_output(ranks, || trace.as_ref().map_or(Ok(()), |(path, _)| trace::check(path)))?;
     run.output = run.job.output.clone().unwrap_or_default();
     run.record = record::begin(&run.job, &config_path);
     log_line(&run);

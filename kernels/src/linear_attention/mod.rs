@@ -148,7 +148,7 @@ impl Sizes {
         let ((key_heads, key_dim), (_, value_dim)) = (heads(("k", k))?, heads(("v", v))?);
         let (documents, value_heads) = (layout.documents(), layout.v_to_k().len());
         let (batch, seq_len) = (documents.batch(), documents.seq_len());
-        let rule = rule.kind();
+        let rule = rule.without_skip();
         let sizes = Self { batch, seq_len, key_heads, value_heads, key_dim, value_dim, rule };
         let shapes: [(Argument<'_>, &[usize]); 5] = [
             (("q", q), &sizes.key_shape()),

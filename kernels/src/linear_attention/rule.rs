@@ -45,20 +45,20 @@ impl<S> Rule<S> {
         }
     }
 
-    /// The rule with other factors of the skip connection.
+    /// Replaces the factors of the skip connection by what `map` makes of them.
     ///
     /// # Errors
-    /// That of `other`.
-    pub fn try_with_skip<T, E>(self, other: impl FnOnce(S) -> Result<T, E>) -> Result<Rule<T>, E> {
+    /// That of `map`.
+    pub fn try_map_skip<T, E>(self, map: impl FnOnce(S) -> Result<T, E>) -> Result<Rule<T>, E> {
         Ok(match self {
             Self::Delta => Rule::Delta,
             Self::ChannelDelta => Rule::ChannelDelta,
-            Self::Sum { skip } => Rule::Sum { skip: other(skip)? },
+            Self::Sum { skip } => Rule::Sum { skip: map(skip)? },
         })
     }
 
-    /// The rule alone.
-    pub fn kind(&self) -> Rule {
+    /// The rule without the factors of its skip connection.
+    pub fn without_skip(&self) -> Rule {
         match self {
             Self::Delta => Rule::Delta,
             Self::ChannelDelta => Rule::ChannelDelta,

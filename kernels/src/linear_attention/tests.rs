@@ -18,7 +18,7 @@ struct Case {
 const SUM: Rule = Rule::Sum { skip: () };
 
 fn with_skip(rule: Rule, skip: &Tensor) -> Rule<&Tensor> {
-    let Ok(rule) = rule.try_with_skip(|()| Ok::<_, Infallible>(skip));
+    let Ok(rule) = rule.try_map_skip(|()| Ok::<_, Infallible>(skip));
     rule
 }
 

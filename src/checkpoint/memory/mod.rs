@@ -48,7 +48,8 @@ impl MemoryCopies {
         part: Option<CheckpointPart>,
     ) -> Result<Option<Self>, CheckpointError> {
         let directory = directory.filter(|directory| directory.is_dir());
-        let node = directory.map(|directory| format!("{}:{}", host_name(), directory.display()));
+        let node =
+            directory.map(|directory| format!("{}:{}", host_name().unwrap_or_default(), directory.display()));
         let nodes = all_or_refused(gather_results(&*group, &Ok(node))?)?;
         let nodes: Option<Vec<String>> = nodes.into_iter().collect();
         let (Some(nodes), Some(directory)) = (nodes, directory) else { return Ok(None) };

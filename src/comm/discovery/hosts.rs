@@ -6,11 +6,11 @@ use super::DiscoveryError;
 /// several nodes on one machine.
 pub const HOSTS_VARIABLE: &str = "ULYSSES_HOSTS";
 
-/// Returns the name of this machine or container; empty if the system has none.
-pub fn host_name() -> String {
+/// Returns the name of this machine or container, if the system has one.
+pub fn host_name() -> Option<String> {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
     let name = name.ok().or_else(|| std::env::var("HOSTNAME").ok());
-    name.unwrap_or_default().trim().to_owned()
+    name.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
 /// Returns the hosts of all ranks that [`HOSTS_VARIABLE`] states, from the variables that `lookup` returns.

@@ -1,11 +1,11 @@
 //! `ulysses.chat_date`: the date that chat templates print.
 
-use crate::config_file::define::KeyValue;
+use crate::config_file::define::FieldValue;
 use crate::config_file::reader::Section;
 use serde_json::Value as Json;
 use ulysses_chat::ChatDate;
 
-impl KeyValue for ChatDate {
+impl FieldValue for ChatDate {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         match section.text(name)?.parse() {
             Ok(date) => Some(date),

@@ -1,7 +1,7 @@
 //! `ulysses.data` and `ulysses.validation`: training and held-out data.
 
 use crate::config_file::define::words::{count, flag, inside_0_1, number, positive, text};
-use crate::config_file::define::{KeyValue, Keys, choices, keys, section_keys};
+use crate::config_file::define::{FieldValue, Keys, choices, keys, section_keys};
 use crate::config_file::reader::Section;
 use crate::config_file::vocabulary::{Key, Value};
 use serde_json::{Map, Value as Json, json};
@@ -27,7 +27,7 @@ impl<T: Into<String>> From<T> for DataSource {
 }
 
 /// A path, or an array of paths and of objects.
-impl KeyValue for Vec<DataSource> {
+impl FieldValue for Vec<DataSource> {
     fn complete(key: Key, path: &str) -> Key {
         Key { value: Value::TextOrSections(section_keys::<DataSource>(path, None)), ..key }
     }
@@ -58,7 +58,7 @@ impl KeyValue for Vec<DataSource> {
     fn written(&self) -> Option<Json> {
         let source = |source: &DataSource| match source.weight {
             None => Some(Json::from(source.path.as_str())),
-            Some(_) => KeyValue::written(source),
+            Some(_) => FieldValue::written(source),
         };
         match self.as_slice() {
             [] => None,
@@ -198,7 +198,7 @@ pub struct SeqLenChange {
     pub seq_len: usize,
 }
 
-impl KeyValue for Vec<SeqLenChange> {
+impl FieldValue for Vec<SeqLenChange> {
     fn complete(key: Key, _path: &str) -> Key {
         Key { value: Value::Pairs("two integers ≥ 1, [step, seq_len]"), ..key }
     }

@@ -4,7 +4,7 @@ use super::mesh_spec::{self, StatedMesh};
 use crate::config::error::ConfigError;
 use crate::config::overrides::Overrides;
 use crate::config::raw::RawConfig;
-use crate::config_file::define::KeyValue;
+use crate::config_file::define::FieldValue;
 use crate::config_file::reader::Section;
 use crate::config_file::vocabulary::{Key, Value};
 use crate::mesh::{MeshError, MeshRules, MeshSpec};
@@ -41,7 +41,7 @@ pub struct MeshRule {
     pub keys: Json,
 }
 
-impl KeyValue for Vec<MeshRule> {
+impl FieldValue for Vec<MeshRule> {
     fn complete(key: Key, _path: &str) -> Key {
         Key { value: Value::Rules, ..key }
     }
@@ -77,7 +77,7 @@ impl KeyValue for Vec<MeshRule> {
 
     fn written(&self) -> Option<Json> {
         let rule = |rule: &MeshRule| {
-            let mesh = rule.mesh.as_ref().and_then(KeyValue::written).unwrap_or_default();
+            let mesh = rule.mesh.as_ref().and_then(FieldValue::written).unwrap_or_default();
             let keys = Some(rule.keys.clone()).filter(|keys| !keys.is_null());
             [json!(rule.pattern), mesh].into_iter().chain(keys).collect::<Vec<_>>()
         };

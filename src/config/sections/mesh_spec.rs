@@ -1,6 +1,6 @@
 //! `ulysses.mesh`: a mesh with the order of its ranks.
 
-use crate::config_file::define::KeyValue;
+use crate::config_file::define::FieldValue;
 use crate::config_file::reader::Section;
 use crate::mesh::{Cluster, MeshError, MeshSpec, Preset, TrainingShape};
 use serde_json::{Map, Value as Json, json};
@@ -59,7 +59,7 @@ fn is_size(error: &MeshError) -> bool {
     matches!(error, MeshError::CannotInfer { .. } | MeshError::WorldSizeMismatch { .. })
 }
 
-impl KeyValue for MeshSpec {
+impl FieldValue for MeshSpec {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         let text = section.mesh(name)?;
         match Self::parse(&text).and_then(|spec| check(&spec).map(|()| spec)) {

@@ -2,7 +2,7 @@
 //! and `csv_monitor`.
 
 use crate::config_file::define::words::{flag, key, section};
-use crate::config_file::define::{KeyValue, keys};
+use crate::config_file::define::{FieldValue, keys};
 use crate::config_file::reader::Section;
 use crate::config_file::vocabulary::Value;
 use serde_json::Value as Json;
@@ -88,7 +88,7 @@ const COLLECTIVE_NAMES: [&str; COLLECTIVES.len()] = {
 };
 
 /// An array of names, converted to lower case.
-impl KeyValue for Vec<String> {
+impl FieldValue for Vec<String> {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         let names = section.texts(name).into_iter().flatten();
         Some(names.map(|name| name.to_ascii_lowercase()).collect())

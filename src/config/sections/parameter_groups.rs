@@ -1,7 +1,7 @@
 //! `ulysses.parameter_groups`: parameters with their own optimizer settings.
 
 use crate::config_file::define::words::{flag, number, text};
-use crate::config_file::define::{KeyValue, Keys, keys, section_keys};
+use crate::config_file::define::{FieldValue, Keys, keys, section_keys};
 use crate::config_file::reader::Section;
 use crate::config_file::vocabulary::{Key, Value};
 use regex::{RegexSet, RegexSetBuilder};
@@ -69,7 +69,7 @@ impl ParameterGroup {
     }
 }
 
-impl KeyValue for Vec<ParameterGroup> {
+impl FieldValue for Vec<ParameterGroup> {
     fn complete(key: Key, path: &str) -> Key {
         Key { value: Value::Sections(section_keys::<ParameterGroup>(path, None)), ..key }
     }
@@ -88,7 +88,7 @@ impl KeyValue for Vec<ParameterGroup> {
     }
 
     fn written(&self) -> Option<Json> {
-        (!self.is_empty()).then(|| self.iter().filter_map(KeyValue::written).collect())
+        (!self.is_empty()).then(|| self.iter().filter_map(FieldValue::written).collect())
     }
 }
 
@@ -160,7 +160,7 @@ impl PartialEq for NamePattern {
     }
 }
 
-impl KeyValue for NamePattern {
+impl FieldValue for NamePattern {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         let pattern = Self::new(&section.text(name)?);
         pattern.map_err(|expected| section.contradiction(name, &expected)).ok()

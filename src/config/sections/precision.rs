@@ -1,7 +1,7 @@
 //! The `fp16` and `bf16` sections, and the dtype of gradients in reductions.
 
 use crate::config_file::define::words::{count, flag, integer, number, section};
-use crate::config_file::define::{KeyValue, Keys, choices, keys};
+use crate::config_file::define::{FieldValue, Keys, choices, keys};
 use crate::config_file::reader::Section;
 use crate::config_file::vocabulary::{Key, Literal};
 use candle_core::DType;

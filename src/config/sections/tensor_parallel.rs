@@ -2,7 +2,7 @@
 
 use super::parameter_groups::NamePattern;
 use crate::config_file::define::words::{choice, key, section};
-use crate::config_file::define::{KeyValue, Keys, choices, keys, section_keys};
+use crate::config_file::define::{FieldValue, Keys, choices, keys, section_keys};
 use crate::config_file::reader::Section;
 use crate::config_file::vocabulary::{Key, Value};
 use serde_json::Value as Json;
@@ -120,7 +120,7 @@ impl LayerSpec {
     }
 }
 
-impl KeyValue for Vec<LayerSpec> {
+impl FieldValue for Vec<LayerSpec> {
     fn complete(key: Key, path: &str) -> Key {
         Key { value: Value::Sections(section_keys::<LayerSpec>(path, None)), ..key }
     }
@@ -139,11 +139,11 @@ impl KeyValue for Vec<LayerSpec> {
     }
 
     fn written(&self) -> Option<Json> {
-        (!self.is_empty()).then(|| self.iter().filter_map(KeyValue::written).collect())
+        (!self.is_empty()).then(|| self.iter().filter_map(FieldValue::written).collect())
     }
 }
 
-impl KeyValue for Vec<NamePattern> {
+impl FieldValue for Vec<NamePattern> {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         let texts = section.texts(name);
         if texts.is_empty() || texts.len() > MAX_PATTERNS {

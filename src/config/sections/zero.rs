@@ -2,7 +2,7 @@
 
 use crate::config::mesh_shape::{SizeOrigin, StatedSize};
 use crate::config_file::define::words::{choice, integer, key, section, text};
-use crate::config_file::define::{KeyValue, Keys, choices, keys};
+use crate::config_file::define::{FieldValue, Keys, choices, keys};
 use crate::config_file::reader::Section;
 use crate::config_file::vocabulary::{Key, Value};
 use serde::Serialize;
@@ -127,7 +127,7 @@ impl Serialize for PartitionAxes {
     }
 }
 
-impl KeyValue for PartitionAxes {
+impl FieldValue for PartitionAxes {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         if !section.names(name) || section.is_auto(name) {
             return Some(Self::default());
@@ -244,7 +244,7 @@ impl Offload {
     }
 }
 
-impl KeyValue for ZeroStage {
+impl FieldValue for ZeroStage {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         match section.is_switched_on() {
             true => Some(Self::OptimizerStates), // the old form

@@ -44,7 +44,7 @@ pub(crate) trait Keys: Sized {
 }
 
 /// A type that represents the value of a key.
-pub(crate) trait KeyValue: Sized {
+pub(crate) trait FieldValue: Sized {
     /// Completes the key with what the type determines: the names of a choice, the keys of a section.
     fn complete(key: Key, _path: &str) -> Key {
         key
@@ -60,7 +60,7 @@ pub(crate) trait KeyValue: Sized {
     fn written(&self) -> Option<Json>;
 }
 
-impl<T: Keys> KeyValue for T {
+impl<T: Keys> FieldValue for T {
     fn complete(key: Key, path: &str) -> Key {
         let keys = section_keys::<T>(path, key.changed_default);
         let value = match key.value {
@@ -108,11 +108,11 @@ pub(crate) fn section_keys<T: Keys>(
 }
 
 /// Returns the key of a field of type `T`.
-pub(crate) fn declared<T: KeyValue>(key: Key, path: &str) -> Key {
+pub(crate) fn declared<T: FieldValue>(key: Key, path: &str) -> Key {
     T::complete(key, &join(path, key.name))
 }
 
-impl<T: KeyValue> KeyValue for Option<T> {
+impl<T: FieldValue> FieldValue for Option<T> {
     fn complete(key: Key, path: &str) -> Key {
         T::complete(key, path)
     }
@@ -126,14 +126,14 @@ impl<T: KeyValue> KeyValue for Option<T> {
     }
 
     fn written(&self) -> Option<Json> {
-        self.as_ref().and_then(KeyValue::written)
+        self.as_ref().and_then(FieldValue::written)
     }
 }
 
-/// Implements [`KeyValue`] for types that a getter of [`Section`] reads.
+/// Implements [`FieldValue`] for types that a getter of [`Section`] reads.
 macro_rules! plain {
     ($($type:ty: |$section:ident, $name:ident| $find:expr, $stand_in:expr;)*) => { $(
-        impl KeyValue for $type {
+        impl FieldValue for $type {
             fn find($section: &Section<'_>, $name: &'static str) -> Option<Self> {
                 $find
             }
@@ -208,7 +208,7 @@ macro_rules! keys {
         <$type as $crate::config_file::define::Keys>::from_section($section)
     };
     (@read $section:ident, $type:ty, $field:ident, $key:expr) => {
-        <$type as $crate::config_file::define::KeyValue>::read(
+        <$type as $crate::config_file::define::FieldValue>::read(
             $section,
             const { ($key).of_field(stringify!($field), "").name },
         )
@@ -220,7 +220,7 @@ macro_rules! keys {
         $crate::config_file::define::write_key(
             $object,
             const { ($key).of_field(stringify!($field), "") },
-            <$type as $crate::config_file::define::KeyValue>::written($value),
+            <$type as $crate::config_file::define::FieldValue>::written($value),
         )
     };
 }
@@ -244,7 +244,7 @@ macro_rules! choices {
             }
         }
 
-        impl $crate::config_file::define::KeyValue for $enum {
+        impl $crate::config_file::define::FieldValue for $enum {
             fn complete(
                 key: $crate::config_file::vocabulary::Key,
                 _path: &str,

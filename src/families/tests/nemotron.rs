@@ -30,21 +30,34 @@ pub(super) fn descriptions() -> [ModelConfig; 2] {
 
 #[test]
 fn the_factor_on_a_branch_is_that_of_attention_and_mlps_too() {
+    let config = &descriptions()[0];
     for index in 0..4 {
-        let [plain, half] = [1.0, 0.5].map(|residual| {
-            let config = descriptions()[0].clone();
-            ModelConfig { multipliers: Multipliers { residual, ..config.multipliers }, ..config }
-        });
-        let layer = |config: &ModelConfig| (config.family.block)(config, index);
-        let x = random(&[1, 3, plain.hidden_size], 1);
-        let params: Vec<_> = layer(&plain).parameters().iter().map(|spec| random(&spec.shape, 0)).collect();
-        let [whole, halved] = [&plain, &half].map(|config| {
-            let (y, _) = layer(config).forward(&params, &x, &context(1, 3)).unwrap();
-            (y - &x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
-        });
-        assert!(whole.iter().any(|value| value.abs() > 0.1), "{:?}", plain.layers[index]);
-        for (whole, halved) in whole.iter().zip(&halved) {
-            assert!((halved - 0.5 * whole).abs() < 1e-3, "{:?}: {halved} of {whole}", plain.layers[index]);
+        let run = |residual: f64, recomputed: bool| {
+            let multipliers = Multipliers { residual, ..config.multipliers };
+            let layer = (config.family.block)(&ModelConfig { multipliers, ..config.clone() }, index);
+            let params: Vec<_> = layer.parameters().iter().map(|spec| random(&spec.shape, 0)).collect();
+            let grads: Vec<_> = params.iter().map(|param| Some(param.zeros_like().unwrap())).collect();
+            let (x, dy) = (random(&[1, 3, config.hidden_size], 1), random(&[1, 3, config.hidden_size], 2));
+            let (ctx, saved_dy) = (context(1, 3), dy.copy().unwrap());
+            let (y, dx) = if recomputed {
+                let (y, checkpoint) = layer.forward_checkpointed(&params, x.clone(), &ctx).unwrap();
+                (y, layer.backward_checkpointed(&params, checkpoint, dy, &grads, &ctx).unwrap())
+            } else {
+                let (y, saved) = layer.forward(&params, &x, &ctx).unwrap();
+                (y, layer.backward(&params, saved, dy, &grads, &ctx).unwrap())
+            };
+            let values = |tensor: Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let gradients: Vec<f32> = grads.into_iter().flatten().flat_map(values).collect();
+            [values((y - x).unwrap()), values((dx - saved_dy).unwrap()), gradients]
+        };
+        let whole = run(1.0, false);
+        for halved in [run(0.5, false), run(0.5, true)] {
+            for (whole, halved) in whole.iter().zip(&halved) {
+                let largest = whole.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+                assert!(largest > 0.1, "{:?}", config.layers[index]);
+                let is_half = |(whole, halved): (&f32, &f32)| (halved - 0.5 * whole).abs() < 1e-4 * largest;
+                assert!(whole.iter().zip(halved).all(is_half), "{:?}", config.layers[index]);
+            }
         }
     }
 }

@@ -42,6 +42,7 @@ fn scalings_that_are_incomplete_or_unknown_are_refused() {
         json!({ "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": 0 }),
         json!({ "rope_type": "linear", "factor": 2.0, "attn_factor": 1.5 }),
         json!({ "full_attention": { "rope_type": "linear", "factor": 2.0 } }),
+        json!({ "rope_type": "linear", "factor": 2.0, "warmup": 3 }),
     ] {
         assert_refused(&changed("llama", "rope_scaling", Some(scaling)), "rope_scaling");
     }

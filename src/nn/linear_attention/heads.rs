@@ -194,7 +194,7 @@ impl LinearAttention {
         let qkv = [conv(q, 0)?, conv(k, 1)?, conv(v, 2)?];
         let gates = self.gates(a, b.as_ref(), share, pass)?;
         let layout = pass.ctx.linear_attention_layout(&share.v_to_k(self.shape.heads()));
-        let rule = self.rule.try_with_skip(|skip| self.of_heads(&pass[skip], share))?;
+        let rule = self.rule.try_map_skip(|skip| self.of_heads(&pass[skip], share))?;
         Ok(RecurrenceOperands { qkv, gates, rule, layout })
     }
 

@@ -171,7 +171,7 @@ impl LinearAttention {
             cast(&pass[skip], &in_f32)?;
             Ok(in_f32)
         };
-        let rule = self.rule.try_with_skip(in_f32)?;
+        let rule = self.rule.try_map_skip(in_f32)?;
         Ok(RecurrenceOperands { qkv, gates, rule, layout: extended.recurrence().clone() })
     }
 

@@ -101,14 +101,15 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
     let Some(StepDirectory { step: newest, name: newest_name }) = directories.into_iter().next() else {
         return Ok(());
     };
-    match resume {
-        None => refuse(format!(
+    let Some(resume) = resume else {
+        return refuse(format!(
             "{output} contains checkpoints of an earlier run, up to {newest_name}: resume with --resume, or start a new \
              run with another `ulysses.output` (--output)"
-        )),
-        Some(Resume::Newest(None)) => Ok(()),
-        Some(resume) if resume.may_save_beside(newest, Path::new(output)).or_usage()? => Ok(()),
-        Some(Resume::Newest(Some(dir)) | Resume::From(dir)) => refuse(format!(
+        ));
+    };
+    match (resume.may_save_beside(newest, Path::new(output)).or_usage()?, resume) {
+        (true, _) | (false, Resume::Newest(None)) => Ok(()),
+        (false, Resume::Newest(Some(dir)) | Resume::From(dir)) => refuse(format!(
             "{output} contains {newest_name}, which is newer than {}: give another `ulysses.output` (--output), or move it away",
             dir.display()
         )),

@@ -20,9 +20,9 @@ impl PreparedJob {
     pub fn acquire_output(
         &mut self,
         ranks: &mut JobRanks,
-        check: impl FnOnce(&Config) -> Result<(), JobError>,
+        check: impl FnOnce() -> Result<(), JobError>,
     ) -> Result<Option<OutputLock>, JobError> {
-        let acquire = || check(&self.config).and_then(|()| acquire(&self.file, &self.config));
+        let acquire = || check().and_then(|()| acquire(&self.file, &self.config));
         let acquired = ranks.is_first().then(acquire).transpose();
         let (output, lock) = ranks.agree(acquired, JobError::is_usage)?.unzip();
         self.output = Some(ranks.value_of_first(output.unwrap_or_default())?);
@@ -81,7 +81,7 @@ fn create_numbered(name: &str, created: &mut CreatedDirs) -> io::Result<PathBuf>
 
 /// Describes this job for the error of another one that wants the same directory: its command line.
 fn holder() -> String {
-    let host = Some(host_name()).filter(|host| !host.is_empty()).unwrap_or_else(|| "this host".to_owned());
+    let host = host_name().unwrap_or_else(|| "this host".to_owned());
     let mut words = std::env::args_os();
     let program = words.next().map(PathBuf::from).unwrap_or_default();
     let program = program.file_name().unwrap_or_default().to_os_string();

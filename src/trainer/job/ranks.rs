@@ -48,7 +48,7 @@ pub fn with_location(
     // A GPU that does not report its name fails later, when it is opened.
     let machine = || {
         let device = device.describe().unwrap_or_else(|_| "cuda".to_owned());
-        format!("{}/{device}", host_name())
+        format!("{}/{device}", host_name().unwrap_or_default())
     };
     Overrides {
         mesh_selector: overrides.mesh_selector.clone().or_else(|| raw.has_mesh_rules().then(machine)),
@@ -144,7 +144,7 @@ impl JobRanks {
         let stated = stated_hosts(Some(session.world_size()), variable);
         let of_variable = |hosts: &Vec<String>| hosts.get(session.rank()).cloned();
         let own = stated.as_ref().ok().and_then(|hosts| hosts.as_ref().and_then(of_variable));
-        let hosts = session.all_gather_object(&own.unwrap_or_else(host_name)).or_run()?;
+        let hosts = session.all_gather_object(&own.or_else(host_name).unwrap_or_default()).or_run()?;
         self.rank_hosts = Some(RankHosts::new(&hosts));
         // Only now, so that the others do not wait for this process.
         stated.map(|_| ()).or_usage()

@@ -34,13 +34,13 @@ impl ZeroOptimizer {
     /// padding.
     pub fn saved_bytes(&self) -> Vec<u64> {
         let num_kinds = self.state_kinds().len();
-        let of_unit = |flat: &FlatUnit, partition| {
+        let of_flat = |flat: &FlatUnit, partition| {
             let kinds = (0..num_kinds).filter(|kind| flat.state_tensor(*kind).is_some()).count();
             (kinds * flat.layout.unpadded(flat.layout.partition(partition)).len() * size_of::<f32>()) as u64
         };
         let partitions = self.flats.first().map_or(0, |flat| flat.layout.num_partitions());
         let saved = || self.flats.iter().filter(|flat| self.is_saved(flat));
-        (0..partitions).map(|partition| saved().map(|flat| of_unit(flat, partition)).sum()).collect()
+        (0..partitions).map(|partition| saved().map(|flat| of_flat(flat, partition)).sum()).collect()
     }
 
     /// This rank's partition of one kind of a flat unit's state, without padding: a view, or a copy if it is

@@ -13,7 +13,7 @@ use crate::zero::{ZeroError, ZeroOptimizer};
 use ulysses_kernels::optimizer::lamb::SquaredNorms;
 
 /// The squared norms of every parameter tensor of a flat unit.
-type UnitNorms = Vec<SquaredNorms>;
+type FlatNorms = Vec<SquaredNorms>;
 
 impl ZeroOptimizer {
     /// Replaces the gradients by the directions of the step, then updates the parameters. If the optimizer is
@@ -35,7 +35,7 @@ impl ZeroOptimizer {
     }
 
     /// The norms of whole tensors, from those of this rank's partitions.
-    fn sum_over_partitions(&self, own: Vec<UnitNorms>) -> Result<Vec<UnitNorms>, ZeroError> {
+    fn sum_over_partitions(&self, own: Vec<FlatNorms>) -> Result<Vec<FlatNorms>, ZeroError> {
         let mut norms = match self.stage.partitions_optimizer() {
             true => add_up(&own, &**self.groups.shard())?,
             false => own,
@@ -43,7 +43,7 @@ impl ZeroOptimizer {
         let Some(tensor) = &self.groups.tensor else { return Ok(norms) };
         let whole = add_up(&norms, &*tensor.tp)?;
         for (flat, (norms, whole)) in self.trained_flats().zip(norms.iter_mut().zip(whole)) {
-            if flat.layout.is_sharded() {
+            if flat.layout.division().over_tp {
                 *norms = whole;
             }
         }
@@ -52,9 +52,9 @@ impl ZeroOptimizer {
 }
 
 /// Adds up the norms of a group's ranks, in their order.
-fn add_up(own: &[UnitNorms], group: &dyn ProcessGroup) -> Result<Vec<UnitNorms>, ZeroError> {
+fn add_up(own: &[FlatNorms], group: &dyn ProcessGroup) -> Result<Vec<FlatNorms>, ZeroError> {
     let values: Vec<f64> = own.iter().flatten().flat_map(|norms| [norms.param, norms.direction]).collect();
-    let mut sums: Vec<UnitNorms> =
+    let mut sums: Vec<FlatNorms> =
         own.iter().map(|of_flat| vec![SquaredNorms::default(); of_flat.len()]).collect();
     let gathered = group.all_gather_values(&values)?;
     for of_rank in gathered.chunks_exact(values.len().max(1)) {
@@ -72,7 +72,7 @@ fn find_directions(
     update: &UpdateTensors,
     config: &OptimizerConfig,
     step: Step,
-) -> Result<UnitNorms, ZeroError> {
+) -> Result<FlatNorms, ZeroError> {
     let mut norms = vec![SquaredNorms::default(); flat.layout.parameters().len()];
     for (range, tensors) in group_ranges(flat) {
         let UpdateTensors { parameters, gradients, state } = update.narrow(&range.elements)?;

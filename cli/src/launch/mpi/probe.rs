@@ -67,7 +67,8 @@ fn resolves_to_this_machine(host: &str) -> bool {
 
 /// Starts a command on a host; `None` if that is this machine, or the program is missing.
 fn probe(host: &str) -> Option<Child> {
-    if [&*host_name(), "localhost"].contains(&host)
+    if host == "localhost"
+        || host_name().as_deref() == Some(host)
         || host.parse::<IpAddr>().is_ok() && resolves_to_this_machine(host)
     {
         return None;

@@ -67,7 +67,7 @@ impl NodeInfo {
         let config = job.training.as_ref().map(|(training, _)| training.config_bytes());
         let hash = |bytes: &[u8]| blake3::hash(bytes).to_hex().to_string();
         Self {
-            host: host_name(),
+            host: host_name().unwrap_or_else(|| "unknown host".to_owned()),
             num_processes,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             arguments: hash(format!("{settings:?}").as_bytes()),

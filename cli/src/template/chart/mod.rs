@@ -37,7 +37,7 @@ impl Series {
 
     /// Returns its class number in the style sheet.
     fn class(&self) -> usize {
-        if self.style == INK { 6 } else { self.style % 6 }
+        if self.style == INK { 8 } else { self.style % 8 }
     }
 }
 

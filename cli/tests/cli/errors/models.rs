@@ -90,7 +90,7 @@ fn missing_or_broken_model_configs_are_named() {
     }
 }
 
-/// `src/model/tests.rs` has every kind.
+/// `src/model/tests.rs` and `src/families/tests/rope.rs` have every kind.
 #[test]
 fn unsupported_or_impossible_model_configs_are_refused() {
     for (key, value) in [("model_type", json!("mamba2")), ("num_attention_heads", json!(u64::MAX))] {
