@@ -2,7 +2,7 @@
 
 Usage: compare.py CONFIG.json STEPS BATCH.safetensors (MODEL_DIR RESULTS.safetensors)...
 
-Prints a list for each pair: the largest error of the loss, the logits, the gradients and the parameters after the steps, relative to
+A batch with `position_ids` has several documents in a sequence; transformers gets each alone. Prints a list for each pair: the largest error of the loss, the logits, the gradients and the parameters after the steps, relative to
 the largest entry of the tensor. A gradient's largest entry counts as a hundredth of the model's largest at least: smaller ones may be
 rounding.
 """
@@ -19,7 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 config, steps, batch, *pairs = sys.argv[1:]
 config = json.loads(Path(config).read_text())
-ids = load_file(batch)["input_ids"]
+batch = load_file(batch)
+ids = batch["input_ids"]
+# Of each sequence the places where documents begin, and its end.
+starts = [
+    [*torch.nonzero(positions == 0).flatten().tolist(), len(positions)] for positions in batch.get("position_ids", [])
+]
+labels = ids[:, 1:].clone()
+for row, ends in enumerate(starts):
+    labels[row, [end - 1 for end in ends[1:-1]]] = -100
 
 
 def loaded(model_dir):
@@ -28,13 +36,23 @@ def loaded(model_dir):
     return auto.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
 
 
+def logits_of(model):
+    def of_tokens(tokens):
+        return model(input_ids=tokens, use_cache=False).logits
+
+    def of_sequence(row, ends):
+        return torch.cat([of_tokens(ids[row : row + 1, begin:end]) for begin, end in zip(ends, ends[1:])], dim=1)
+
+    return torch.cat([of_sequence(row, ends) for row, ends in enumerate(starts)]) if starts else of_tokens(ids)
+
+
 def trained(model):
     """Returns loss, logits and gradients of a model on the batch, and its parameters after the steps."""
     optimizer = torch.optim.AdamW(model.parameters(), **config["optimizer"]["params"])
     results = {}
     for _ in range(int(steps)):
-        logits = model(input_ids=ids, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        logits = logits_of(model)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
         loss.backward()
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None]
         if not results:

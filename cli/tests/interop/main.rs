@@ -42,6 +42,10 @@ const MESHES: [(&str, usize); 10] = [
     ("pp=2,ring=2,ulysses=1,tp=2", 1),
 ];
 
+/// Those of the comparison of packed documents.
+const PACKED_MESHES: [(&str, usize); 4] =
+    [("1x3", 2), ("2x2", 3), ("ring=2,ulysses=2", 1), ("pp=2,ring=2,ulysses=1,tp=2", 1)];
+
 /// The model families of `make_model.py`.
 const FAMILIES: [&str; 67] = [
     "llama",
@@ -184,7 +188,7 @@ fn exported(python: &Python, max_file_mb: &str) {
     place.run(&["train", "stage3.json", "--mesh", "2x2"]).assert_done();
     place.run(&["checkpoint", "export", "out", "--output", "hf", "--max-file-mb", max_file_mb]).assert_done();
     assert_eq!(place.path("hf/model.safetensors").exists(), max_file_mb != "1");
-    compare(python, &place, FACTOR, &[("hf", ("2x1x2", 3))]);
+    compare(python, &place, FACTOR, &BATCH, &[("hf", ("2x1x2", 3))]);
 }
 
 /// Creates a model in several files with transformers, and compares; then trains it for a step on four ranks, exports it, and
@@ -197,14 +201,21 @@ fn imported(python: &Python, family: &str) {
     place.run(&["train", "stage3.json", "--mesh", "sp=2,tp=2"]).assert_done();
     place.run(&["checkpoint", "export", "out", "--output", "hf"]).assert_done();
     let made = MESHES.map(|run| ("made", run));
-    // Chance: models with Gated DeltaNet amplify rounding, and noise of 2^-24 in the f64 model alone moves the largest error of its
+    // Chance: recurrences amplify rounding. With Gated DeltaNet, noise of 2^-24 in the f64 model alone moves the largest error of its
     // gradients by up to 15 times from draw to draw. Of 166 random models, the median of this ratio was 0.75, a twentieth were above
-    // 3.4 and below 0.19, and the largest 5.5; of the parameters, none stands out. As a log-normal distribution, 12 is exceeded once
-    // in 1700 models.
-    let factor =
-        if ["qwen3_5", "qwen3_5_vision", "qwen3_next"].contains(&family) { 4.0 * FACTOR } else { FACTOR };
-    compare(python, &place, factor, &[&made[..], &[("hf", ("2x2", 3))]].concat());
-    compare_documents(&place);
+    // 3.4 and below 0.19, and the largest 5.5; of the parameters, none stands out. Of 41 of Nemotron-H the largest was 7.8. The first
+    // tokens of documents are the worst, since their states have one value: of 52 random models on the packed documents, the median was
+    // 0.8, but some were as far apart as 15 and 0.02, and this one is among them.
+    let starts_with = |names: &[&str]| names.iter().any(|name| family.starts_with(name));
+    let (factor, of_packed) = if starts_with(&["qwen3_5", "qwen3_next"]) {
+        (4.0 * FACTOR, 20.0 * FACTOR)
+    } else if starts_with(&["nemotron_h", "granite_hybrid", "kimi"]) {
+        (4.0 * FACTOR, 4.0 * FACTOR)
+    } else {
+        (FACTOR, FACTOR)
+    };
+    compare(python, &place, factor, &BATCH, &[&made[..], &[("hf", ("2x2", 3))]].concat());
+    compare(python, &place, of_packed, &PACKED, &PACKED_MESHES.map(|run| ("made", run)));
     if family.ends_with("vision") {
         // Also checks that all other tensors are there, unchanged.
         python.run(&place, &["same_tensors.py", "made", "hf"]);
@@ -226,11 +237,26 @@ fn write_configs(place: &Workplace, run: Value) {
     }
 }
 
-/// Compares what `ulysses verify` computes on one batch, of each model on its mesh and at its stage, with transformers: loss, logits,
-/// gradients, and parameters after steps.
-fn compare(python: &Python, place: &Workplace, factor: f64, runs: &[(&str, (&str, usize))]) {
+/// The documents of four sequences of 40 tokens.
+type Documents = [&'static [i64]; 4];
+
+/// One in each sequence.
+const BATCH: Documents = [&[40]; 4];
+
+/// Some end within a rank's tokens, some are as long as those of several ranks, and some are one token.
+const PACKED: Documents = [&[3, 1, 31, 5], &[38, 2], &[1, 1, 14, 24], &[9, 11, 10, 10]];
+
+/// Compares what `ulysses verify` computes on one batch, of each model on its mesh and at its stage, with transformers, which gets each
+/// document alone: loss, logits, gradients, and parameters after steps.
+fn compare(
+    python: &Python,
+    place: &Workplace,
+    factor: f64,
+    documents: &Documents,
+    runs: &[(&str, (&str, usize))],
+) {
     const STEPS: &str = "3";
-    write_batch(&place.path("batch.safetensors"));
+    write_batch(&place.path("batch.safetensors"), documents);
     let mut arguments = ["compare.py", "stage3.json", STEPS, "batch.safetensors"].map(String::from).to_vec();
     for (model, (mesh, stage)) in runs {
         let (output, config) = (format!("{model} {mesh}.safetensors"), format!("stage{stage}.json"));
@@ -246,49 +272,19 @@ fn compare(python: &Python, place: &Workplace, factor: f64, runs: &[(&str, (&str
         assert_eq!(kinds.len(), 4, "loss, logits, gradients and parameters: {kinds:?}");
         for kind in kinds {
             let [ours, theirs] = ["ours", "transformers"].map(|side| kind[side].as_f64().unwrap());
-            println!("{model} on {mesh}, stage {stage}: {kind}");
-            assert!(ours <= factor * theirs + ROUNDING, "{model} on {mesh}, stage {stage}: {kind}");
+            let run = format!("{model} on {mesh}, stage {stage}, documents of {documents:?}: {kind}");
+            println!("{run}");
+            assert!(ours <= factor * theirs + ROUNDING, "{run}");
         }
     }
 }
 
-/// Compares packed documents on meshes with each of them alone on one rank: losses, logits, gradients, and parameters after steps. Some
-/// end within a rank's tokens, one is as long as three ranks' tokens, and some are a token. Linear attention amplifies the rounding
-/// of f32, up to 4e-5 of a tensor's largest entry; a state or a tap of another document changes thousandths.
-fn compare_documents(place: &Workplace) {
-    const LENS: [[i64; 4]; 4] = [[3, 1, 31, 5], [38, 0, 0, 2], [1, 1, 14, 24], [9, 11, 10, 10]];
-    let positions = LENS.iter().flatten().flat_map(|len| 0..*len);
-    write_tensors(
-        &place.path("packed.safetensors"),
-        [("input_ids", text()), ("position_ids", positions.collect())],
-    );
-    for (mesh, stage) in
-        [("1x3", "2"), ("2x2", "3"), ("ring=2,ulysses=2", "1"), ("pp=2,ring=2,ulysses=1,tp=2", "1")]
-    {
-        let config = format!("stage{stage}.json");
-        let packed = ["verify", "--packing", "--model", "made", "--batch", "packed.safetensors"];
-        place
-            .run(
-                &[&packed[..], &["--mesh", mesh, "--config", &config, "--steps", "2", "--tolerance", "1e-4"]]
-                    .concat(),
-            )
-            .assert_done();
-    }
-}
-
 /// Writes four sequences of 40 bytes of text.
-fn write_batch(path: &Path) {
-    write_tensors(path, [("input_ids", text())]);
-}
-
-fn text() -> Vec<i64> {
+fn write_batch(path: &Path, documents: &Documents) {
     let text = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs. ";
-    text.bytes().cycle().take(160).map(i64::from).collect()
-}
-
-/// Writes tensors of four sequences of 40 tokens.
-fn write_tensors<const N: usize>(path: &Path, tensors: [(&str, Vec<i64>); N]) {
-    let tensor = |values| Tensor::from_vec(values, (4, 40), &Device::Cpu).unwrap();
-    let tensors = HashMap::from(tensors.map(|(name, values)| (name, tensor(values))));
+    let ids = text.bytes().cycle().take(160).map(i64::from).collect();
+    let positions = documents.iter().copied().flatten().flat_map(|len| 0..*len).collect();
+    let tensor = |values: Vec<i64>| Tensor::from_vec(values, (4, 40), &Device::Cpu).unwrap();
+    let tensors = HashMap::from([("input_ids", tensor(ids)), ("position_ids", tensor(positions))]);
     candle_core::safetensors::save(&tensors, path).unwrap();
 }
