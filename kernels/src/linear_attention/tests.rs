@@ -455,6 +455,7 @@ fn a_dry_run_takes_the_scratch_of_a_real_one() {
     }
 }
 
+#[cfg(feature = "cuda")]
 #[test]
 fn a_dry_run_takes_the_scratch_of_a_real_one_on_a_gpu() {
     let case = || Case::all().remove(3);
