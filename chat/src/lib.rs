@@ -89,11 +89,11 @@ pub struct RenderedChat {
     pub text: String,
     /// The byte ranges of the text to train on, in order.
     pub answers: Vec<Range<usize>>,
-    /// What the text lacks or depends on.
+    /// Properties of this rendering that the user should hear about.
     pub notes: Vec<Note>,
 }
 
-/// What a user should know of a rendered conversation.
+/// A property of a rendered conversation, for a message to the user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Note {
     /// `arguments` of tool calls are JSON strings, which are decoded.
