@@ -201,21 +201,14 @@ fn imported(python: &Python, family: &str) {
     place.run(&["train", "stage3.json", "--mesh", "sp=2,tp=2"]).assert_done();
     place.run(&["checkpoint", "export", "out", "--output", "hf"]).assert_done();
     let made = MESHES.map(|run| ("made", run));
-    // Chance: recurrences amplify rounding. With Gated DeltaNet, noise of 2^-24 in the f64 model alone moves the largest error of its
+    // Chance: models with Gated DeltaNet amplify rounding, and noise of 2^-24 in the f64 model alone moves the largest error of its
     // gradients by up to 15 times from draw to draw. Of 166 random models, the median of this ratio was 0.75, a twentieth were above
-    // 3.4 and below 0.19, and the largest 5.5; of the parameters, none stands out. Of 41 of Nemotron-H the largest was 7.8. The first
-    // tokens of documents are the worst, since their states have one value: of 52 random models on the packed documents, the median was
-    // 0.8, but some were as far apart as 15 and 0.02, and this one is among them.
-    let starts_with = |names: &[&str]| names.iter().any(|name| family.starts_with(name));
-    let (factor, of_packed) = if starts_with(&["qwen3_5", "qwen3_next"]) {
-        (4.0 * FACTOR, 20.0 * FACTOR)
-    } else if starts_with(&["nemotron_h", "granite_hybrid", "kimi"]) {
-        (4.0 * FACTOR, 4.0 * FACTOR)
-    } else {
-        (FACTOR, FACTOR)
-    };
+    // 3.4 and below 0.19, and the largest 5.5; of the parameters, none stands out. As a log-normal distribution, 12 is exceeded once
+    // in 1700 models.
+    let factor =
+        if ["qwen3_5", "qwen3_5_vision", "qwen3_next"].contains(&family) { 4.0 * FACTOR } else { FACTOR };
     compare(python, &place, factor, &BATCH, &[&made[..], &[("hf", ("2x2", 3))]].concat());
-    compare(python, &place, of_packed, &PACKED, &PACKED_MESHES.map(|run| ("made", run)));
+    compare(python, &place, factor, &PACKED, &PACKED_MESHES.map(|run| ("made", run)));
     if family.ends_with("vision") {
         // Also checks that all other tensors are there, unchanged.
         python.run(&place, &["same_tensors.py", "made", "hf"]);

@@ -95,14 +95,14 @@ FAMILIES = {
         "linear_value_head_dim": 12,
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
     },
-    # Six value heads that share two key heads.
+    # Six value heads that share three key heads.
     "qwen3_next": {
         "model_type": "qwen3_next",
         "layer_types": HYBRID,
         "num_experts": 0,
         "linear_num_key_heads": 3,
         "linear_num_value_heads": 6,
-        "linear_key_head_dim": 8,
+        "linear_key_head_dim": 9,
         "linear_value_head_dim": 12,
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
     },
@@ -281,7 +281,7 @@ FAMILIES = {
         "mamba_num_heads": 6,
         "mamba_head_dim": 9,
         "n_groups": 3,
-        "ssm_state_size": 11,
+        "ssm_state_size": 9,
         "chunk_size": 16,
         "time_step_min": 0.4,
         **WITHOUT_POSITIONS,
