@@ -2,6 +2,7 @@
 
 use super::CheckpointError;
 use super::load::Checkpoint;
+use crate::zero::{FlatParameter, StateIndex};
 use std::collections::BTreeMap;
 
 /// The comparison of one kind of state of one parameter in two checkpoints.
@@ -65,14 +66,10 @@ pub fn diff(first: &Checkpoint, second: &Checkpoint) -> Result<Comparisons, Chec
             Some(other) if shape(first, index) != shape(second, other) => {
                 Comparison::Shapes(shape(first, index).to_vec(), shape(second, other).to_vec())
             }
-            Some(other) => {
-                let (at, parameter) = index;
-                let (other_at, other_parameter) = other;
-                compare(
-                    &reader.parameter(at, parameter)?,
-                    &other_reader.parameter(other_at, other_parameter)?,
-                )
-            }
+            Some(other) => compare(
+                &reader.parameter(index.state, index.parameter)?,
+                &other_reader.parameter(other.state, other.parameter)?,
+            ),
         };
         comparisons.insert(name, comparison);
     }
@@ -80,24 +77,30 @@ pub fn diff(first: &Checkpoint, second: &Checkpoint) -> Result<Comparisons, Chec
     Ok(comparisons)
 }
 
-/// `(unit, kind)`, and the parameter's index within the unit.
-type TensorIndex = ((usize, usize), usize);
+/// One kind of state of one parameter.
+#[derive(Clone, Copy)]
+struct TensorIndex {
+    state: StateIndex,
+    /// Index of the parameter within the unit.
+    parameter: usize,
+}
 
 fn tensor_indices(checkpoint: &Checkpoint) -> BTreeMap<(String, String), TensorIndex> {
     let mut indices = BTreeMap::new();
     for (kind, kind_name) in checkpoint.manifest().kinds.iter().enumerate() {
         let layouts = checkpoint.layouts().iter().enumerate();
         for (unit, layout) in layouts.filter(|(_, layout)| checkpoint.manifest().has(layout, kind_name)) {
-            for (index, parameter) in layout.parameters().iter().enumerate() {
-                indices.insert((kind_name.clone(), parameter.name.clone()), ((unit, kind), index));
+            for (parameter, FlatParameter { name, .. }) in layout.parameters().iter().enumerate() {
+                let index = TensorIndex { state: StateIndex { unit, kind }, parameter };
+                indices.insert((kind_name.clone(), name.clone()), index);
             }
         }
     }
     indices
 }
 
-fn shape(checkpoint: &Checkpoint, ((unit, _), parameter): TensorIndex) -> &[usize] {
-    &checkpoint.layouts()[unit].parameters()[parameter].shape
+fn shape(checkpoint: &Checkpoint, index: TensorIndex) -> &[usize] {
+    &checkpoint.layouts()[index.state.unit].parameters()[index.parameter].shape
 }
 
 fn compare(first: &[f32], second: &[f32]) -> Comparison {

@@ -6,7 +6,7 @@ use super::load::Checkpoint;
 use super::state_file::{TensorFileWriter, WrittenFile};
 use super::{CheckpointError, Storage};
 use crate::model::{HfWeights, OtherTensor};
-use crate::zero::FlatParameter;
+use crate::zero::{FlatParameter, StateIndex};
 use half::{bf16, f16};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
@@ -214,11 +214,11 @@ fn write_weights(
     for tensor in group {
         match (&tensor.content, options.larger_model) {
             (Content::Parameter(unit, parameter), _) => {
-                let elements = reader.parameter((*unit, 0), *parameter)?;
+                let elements = reader.parameter(StateIndex { unit: *unit, kind: 0 }, *parameter)?;
                 let parameter = &checkpoint.layouts()[*unit].parameters()[*parameter];
                 let is_frozen = checkpoint.layouts()[*unit].is_frozen();
                 exported.rounded +=
-                    write_parameter(checkpoint, &mut file, (parameter, is_frozen), elements, options)?;
+                    write_parameter(checkpoint, &mut file, parameter, is_frozen, elements, options)?;
             }
             (Content::Other(other), Some(weights)) => weights.copy(other, |bytes| file.write_bytes(bytes))?,
             (Content::Other(_), None) => {}
@@ -233,7 +233,8 @@ fn write_weights(
 fn write_parameter(
     checkpoint: &Checkpoint,
     file: &mut TensorFileWriter,
-    (parameter, is_frozen): (&FlatParameter, bool),
+    parameter: &FlatParameter,
+    is_frozen: bool,
     mut elements: Vec<f32>,
     ExportOptions { dtype, initial, .. }: ExportOptions<'_>,
 ) -> Result<usize, CheckpointError> {

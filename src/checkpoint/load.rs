@@ -9,7 +9,7 @@ use super::state_file::StateFile;
 use super::stored_layouts::StoredLayouts;
 use crate::comm::ProcessGroup;
 use crate::model::HfSource;
-use crate::zero::{CheckpointPart, FlatLayout};
+use crate::zero::{CheckpointPart, FlatLayout, StateIndex};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -194,7 +194,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Reads one kind of state of a whole parameter. `at` is `(unit, kind)`.
+    /// Reads one kind of state of a whole parameter, by its index within the unit.
     ///
     /// # Errors
     /// Fails like [`read`](Self::read).
@@ -203,7 +203,7 @@ impl Reader<'_> {
     /// Panics if the unit, kind or parameter does not exist.
     pub fn parameter(
         &mut self,
-        (unit, kind): (usize, usize),
+        StateIndex { unit, kind }: StateIndex,
         parameter: usize,
     ) -> Result<Vec<f32>, CheckpointError> {
         let layout = &self.checkpoint.layouts[unit];

@@ -267,7 +267,7 @@ impl WriteJob {
     fn write_kind(&self, kind: &str, units: &[StateSlice]) -> Result<FileEntry, CheckpointError> {
         let (dir, manifest) = (&self.dir, &self.manifest);
         let layouts = StoredLayouts::new(manifest);
-        let entry = write_state_file(&*self.storage, dir, (manifest, &layouts), (kind, self.part), units)?;
+        let entry = write_state_file(&*self.storage, dir, manifest, &layouts, kind, self.part, units)?;
         if self.read_back {
             StateFile::open(dir, manifest, &layouts, &entry)?.verify(entry.bytes, &entry.blake3)?;
         }

@@ -119,8 +119,10 @@ fn expected_header(manifest: &Manifest, layouts: &StoredLayouts, kind: &str, par
 pub(super) fn write_state_file(
     storage: &dyn Storage,
     dir: &Path,
-    (manifest, layouts): (&Manifest, &StoredLayouts),
-    (kind, part): (&str, CheckpointPart),
+    manifest: &Manifest,
+    layouts: &StoredLayouts,
+    kind: &str,
+    part: CheckpointPart,
     units: &[StateSlice],
 ) -> Result<FileEntry, CheckpointError> {
     let name = manifest.file_name(kind, part);

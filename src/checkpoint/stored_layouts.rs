@@ -1,6 +1,7 @@
 //! [`StoredLayouts`]: where the elements of a parameter are in the files of a checkpoint. Integers only.
 
 use super::manifest::Manifest;
+use crate::mesh::ShardRun;
 use crate::zero::{CheckpointPart, FlatLayout, FlatParameter};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,8 +13,15 @@ pub(super) struct StoredLayouts {
     tp_ranks: Vec<Vec<FlatLayout>>,
     /// The stage of each unit.
     stages: Vec<usize>,
-    /// Index of the unit of each parameter, and of the parameter within.
-    places: HashMap<String, (usize, usize)>,
+    places: HashMap<String, ParameterPlace>,
+}
+
+/// Where the layouts have a parameter.
+#[derive(Debug, Clone, Copy)]
+struct ParameterPlace {
+    unit: usize,
+    /// Index within the unit.
+    parameter: usize,
 }
 
 /// Elements that are consecutive in a buffer that is read, and in a flat buffer of a checkpoint.
@@ -48,7 +56,7 @@ impl StoredLayouts {
         let units = manifest.units.iter().enumerate();
         let places = units.flat_map(|(unit, entry)| {
             let parameters = entry.parameters.iter().enumerate();
-            parameters.map(move |(index, parameter)| (parameter.name.clone(), (unit, index)))
+            parameters.map(move |(parameter, of)| (of.name.clone(), ParameterPlace { unit, parameter }))
         });
         let stages = manifest.units.iter().map(|unit| unit.stage).collect();
         Self { tp_ranks: (0..manifest.mesh.tp).map(at).collect(), stages, places: places.collect() }
@@ -82,11 +90,11 @@ impl StoredLayouts {
         for piece in layout.pieces(range) {
             let parameter = &layout.parameters()[piece.parameter];
             let place = self.places.get(&parameter.name).filter(|place| self.has_shape(**place, parameter));
-            let &(unit, index) = place.ok_or(parameter)?;
-            let segments = self.segments(unit, index);
-            for (first, whole, len) in parameter.whole_runs(piece.elements.clone()) {
-                let target = piece.target.start + first - piece.elements.start;
-                find_run(unit, &segments, whole..whole + len, target, &mut pieces);
+            let place = place.ok_or(parameter)?;
+            let segments = self.segments(*place);
+            for ShardRun { local, whole, len } in parameter.whole_runs(piece.elements.clone()) {
+                let target = piece.target.start + local - piece.elements.start;
+                find_run(place.unit, &segments, whole..whole + len, target, &mut pieces);
             }
         }
         Ok(pieces)
@@ -109,14 +117,18 @@ impl StoredLayouts {
         })
     }
 
-    fn has_shape(&self, (unit, index): (usize, usize), parameter: &FlatParameter) -> bool {
-        self.tp_ranks[0][unit].parameters()[index].whole_shape() == parameter.whole_shape()
+    fn has_shape(&self, place: ParameterPlace, parameter: &FlatParameter) -> bool {
+        self.stored(0, place).whole_shape() == parameter.whole_shape()
+    }
+
+    fn stored(&self, tp_rank: usize, ParameterPlace { unit, parameter }: ParameterPlace) -> &FlatParameter {
+        &self.tp_ranks[tp_rank][unit].parameters()[parameter]
     }
 
     /// Returns who has which indices of a parameter's divided dimension, in ascending order. A parameter that is not divided
     /// has all of its first dimension at the first rank.
-    fn segments(&self, unit: usize, index: usize) -> Vec<Segment<'_>> {
-        let part = |tp_rank: usize| &self.tp_ranks[tp_rank][unit].parameters()[index];
+    fn segments(&self, place: ParameterPlace) -> Vec<Segment<'_>> {
+        let part = |tp_rank: usize| self.stored(tp_rank, place);
         let Some(shard) = &part(0).shard else {
             let indices = 0..part(0).shape.first().copied().unwrap_or(1);
             return vec![Segment { indices, tp_rank: 0, first_local: 0, part: part(0) }];

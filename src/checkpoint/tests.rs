@@ -6,7 +6,7 @@ use super::*;
 use crate::comm::{LaunchOptions, MeshGroups, TrainingGroups, launch};
 use crate::config::{OptimizerConfig, Sgd, ZeroStage};
 use crate::mesh::{DeviceMesh, TensorShard};
-use crate::zero::{CheckpointPart, FlatLayout, FlatParameter, StateSlice, ZeroOptimizer};
+use crate::zero::{CheckpointPart, FlatLayout, FlatParameter, StateIndex, StateSlice, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -153,8 +153,8 @@ fn save(dp: usize, tp: usize) -> (TempDir, Checkpoint) {
             });
             let (slices, part) =
                 (slices.collect::<Vec<_>>(), CheckpointPart { partition, tp_rank, stage: 0 });
-            let of = (&manifest, &stored);
-            let entry = write_state_file(&LocalStorage, dir.path(), of, (name, part), &slices).unwrap();
+            let entry =
+                write_state_file(&LocalStorage, dir.path(), &manifest, &stored, name, part, &slices).unwrap();
             manifest.files.push(entry);
         }
     }
@@ -351,7 +351,7 @@ fn on_mesh(
 fn save_of_ranks(dir: &Path, (dp, sp, tp): (usize, usize, usize)) {
     on_mesh((dp, sp, tp), |zero, groups, all| {
         let layouts: Vec<_> = zero.layouts().cloned().collect();
-        let fill = |(unit, kind): (usize, usize), range: Range<usize>, out: &mut [f32]| {
+        let fill = |StateIndex { unit, kind }, range: Range<usize>, out: &mut [f32]| {
             out.copy_from_slice(&flat(&layouts[unit], kind)[range]);
             Ok(())
         };
@@ -379,12 +379,12 @@ fn ranks_save_on_one_mesh_and_load_on_another() {
                 let layouts: Vec<_> = zero.layouts().cloned().collect();
                 checkpoint.check_fits(&entries(&layouts), &zero.state_kinds()).unwrap();
                 let reader = RefCell::new(checkpoint.reader());
-                let read = |(unit, kind): (usize, usize), range: Range<usize>, out: &mut [f32]| {
+                let read = |StateIndex { unit, kind }, range: Range<usize>, out: &mut [f32]| {
                     reader.borrow_mut().read(&layouts[unit], kind, range, out).unwrap();
                     Ok(())
                 };
                 zero.restore_state::<crate::zero::ZeroError>(&read).unwrap();
-                for ((unit, kind), range) in zero.restored_ranges() {
+                for (StateIndex { unit, kind }, range) in zero.restored_ranges() {
                     let own = zero.state_partition(unit, kind).unwrap().unwrap();
                     let expected = &flat(&layouts[unit], kind)[range];
                     assert_eq!(to_vec::<f32>(&own).unwrap(), expected, "{saving:?} to {loading:?}");

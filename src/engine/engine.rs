@@ -136,7 +136,7 @@ impl Engine {
         let (model, pipeline) = match &groups.pipeline {
             None => (model, None),
             Some(groups) => {
-                let (stage, pipeline) = Pipeline::divide(model, (config, stages), groups, &workspace)?;
+                let (stage, pipeline) = Pipeline::divide(model, config, stages, groups, &workspace)?;
                 (stage, Some(pipeline))
             }
         };

@@ -69,7 +69,8 @@ impl Pipeline {
     /// Divides a model into stages of these layers: returns this rank's part of it.
     pub(super) fn divide(
         model: Model,
-        (config, stages): (&Config, Vec<Range<usize>>),
+        config: &Config,
+        stages: Vec<Range<usize>>,
         PipelineGroups { pp, .. }: &PipelineGroups,
         workspace: &Arc<Workspace>,
     ) -> Result<(Model, Self), EngineError> {

@@ -14,7 +14,7 @@ use crate::model::{HfSource, ModelConfig};
 use crate::monitor::{RankSummary, StageIdle};
 use crate::nn::{MixerConfig, TensorRank};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume, SpRank};
-use crate::zero::{FlatLayout, StateBytes};
+use crate::zero::{FlatLayout, StateBytes, StateIndex};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -148,7 +148,7 @@ impl Engine {
     ) -> Result<Checkpoint, EngineError> {
         let layouts: Vec<_> = self.zero.layouts().collect();
         let ranges = self.zero.restored_ranges().into_iter();
-        let ranges: Vec<_> = ranges.map(|((unit, kind), range)| (layouts[unit], kind, range)).collect();
+        let ranges: Vec<_> = ranges.map(|(of, range)| (layouts[of.unit], of.kind, range)).collect();
         let needed = Checkpoint::files_with(found.manifest(), &ranges);
         Ok(copies.gather(found, &needed)?)
     }
@@ -216,7 +216,7 @@ impl Engine {
         let reader = RefCell::new(checkpoint.reader());
         let layouts: Vec<_> = self.zero.layouts().cloned().collect();
         self.is_broken = true;
-        self.zero.restore_state::<EngineError>(&|(unit, kind), range, out| {
+        self.zero.restore_state::<EngineError>(&|StateIndex { unit, kind }, range, out| {
             Ok(reader.borrow_mut().read(&layouts[unit], kind, range, out)?)
         })?;
         let progress = &checkpoint.manifest().progress;

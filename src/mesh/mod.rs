@@ -58,7 +58,7 @@ pub use seq_sharding::{SeqSharding, TokenRanges, UlyssesLimits};
 pub use shard_range::shard_range;
 pub use spec::MeshSpec;
 pub use svg::svg;
-pub use tensor_shard::TensorShard;
+pub use tensor_shard::{ShardRun, TensorShard};
 
 use crate::fnv1a::Fnv1a;
 use std::collections::HashSet;

@@ -7,15 +7,16 @@ use std::sync::Arc;
 /// Every index belongs to one rank.
 ///
 /// ```
-/// use ulysses::mesh::TensorShard;
+/// use ulysses::mesh::{ShardRun, TensorShard};
 ///
 /// // Query, key and value rows of one matrix, [6 + 2 + 2, 3], over two ranks: each has some rows of all three.
 /// let ranks = vec![vec![0..4, 6..7, 8..9], vec![4..6, 7..8, 9..10]];
 /// let shard = TensorShard::new(0, 10, ranks, 1);
 /// assert_eq!(shard.local_shape(&[10, 3]), [4, 3]);
 /// assert_eq!(shard.whole_shape(&[4, 3]), [10, 3]);
-/// // The local elements 4..12, as runs: from where in the rank's part, to where in the whole tensor, how many.
-/// assert_eq!(shard.runs(&[4, 3], 4..12), [(4, 16, 2), (6, 21, 3), (9, 27, 3)]);
+/// // The local elements 4..12 are in three runs of the whole tensor.
+/// let runs = [(4, 16, 2), (6, 21, 3), (9, 27, 3)].map(|(local, whole, len)| ShardRun { local, whole, len });
+/// assert_eq!(shard.runs(&[4, 3], 4..12), runs);
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorShard {
@@ -27,6 +28,17 @@ pub struct TensorShard {
     pub ranks: Arc<[Vec<Range<usize>>]>,
     /// The rank that this part belongs to.
     pub rank: usize,
+}
+
+/// Elements that are consecutive in a rank's part, and in the whole tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShardRun {
+    /// The first one, within the part.
+    pub local: usize,
+    /// The first one, within the whole tensor.
+    pub whole: usize,
+    /// How many.
+    pub len: usize,
 }
 
 impl TensorShard {
@@ -56,9 +68,8 @@ impl TensorShard {
         with_len(local, self.dim, self.len)
     }
 
-    /// The elements `local` of this part, which has the shape `shape`, as runs: first element within the part, first element
-    /// within the whole tensor, number of elements. All row-major.
-    pub fn runs(&self, shape: &[usize], local: Range<usize>) -> Vec<(usize, usize, usize)> {
+    /// The elements `local` of this part, which has the shape `shape`, as runs of the whole tensor. All row-major.
+    pub fn runs(&self, shape: &[usize], local: Range<usize>) -> Vec<ShardRun> {
         let inner: usize = shape[self.dim + 1..].iter().product();
         let (local_row, whole_row) = (self.local_len() * inner, self.len * inner);
         let mut runs = Vec::new();
@@ -69,7 +80,7 @@ impl TensorShard {
                 let own = start.max(local.start)..end.min(local.end);
                 if !own.is_empty() {
                     let whole = outer * whole_row + range.start * inner + (own.start - start);
-                    runs.push((own.start, whole, own.len()));
+                    runs.push(ShardRun { local: own.start, whole, len: own.len() });
                 }
                 at = end;
             }

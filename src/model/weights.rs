@@ -28,9 +28,9 @@ pub trait WeightSource: Send + Sync {
     ) -> Result<(), ModelError> {
         let Some(shard) = &spec.shard else { return self.read(spec, range, out) };
         let whole = spec.whole();
-        shard.runs(&spec.shape, range.clone()).into_iter().try_for_each(|(part, at, len)| {
-            let part = part - range.start;
-            self.read(&whole, at..at + len, &mut out[part..part + len])
+        shard.runs(&spec.shape, range.clone()).into_iter().try_for_each(|run| {
+            let at = run.local - range.start;
+            self.read(&whole, run.whole..run.whole + run.len, &mut out[at..at + run.len])
         })
     }
 }

@@ -341,7 +341,7 @@ impl Schedule {
         Ok(())
     }
 
-    /// The rank, micro batch and chunk whose pass sends what an action receives; `None` if it receives nothing.
+    /// Whose pass sends what an action receives; `None` if it receives nothing.
     pub(super) fn sender(
         &self,
         rank: usize,

@@ -1,7 +1,7 @@
 //! The layout of a unit's parameters in its flat buffer, and its partitions.
 
 use super::{Division, ZeroError};
-use crate::mesh::TensorShard;
+use crate::mesh::{ShardRun, TensorShard};
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -43,12 +43,11 @@ impl FlatParameter {
         self.shard.as_ref().map_or_else(|| self.shape.clone(), |shard| shard.whole_shape(&self.shape))
     }
 
-    /// The elements `local` of this part as runs: first element within the part, first element within the whole parameter,
-    /// number of elements.
-    pub fn whole_runs(&self, local: Range<usize>) -> Vec<(usize, usize, usize)> {
+    /// The elements `local` of this part, as runs of the whole parameter.
+    pub fn whole_runs(&self, local: Range<usize>) -> Vec<ShardRun> {
         match &self.shard {
             Some(shard) => shard.runs(&self.shape, local),
-            None => vec![(local.start, local.start, local.len())],
+            None => vec![ShardRun { local: local.start, whole: local.start, len: local.len() }],
         }
     }
 }

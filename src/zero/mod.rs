@@ -39,4 +39,4 @@ pub use error::ZeroError;
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};
 pub(crate) use state::Comparison;
-pub use state::{RestoreState, StateBytes, StateSlice, Storage};
+pub use state::{RestoreState, StateBytes, StateIndex, StateSlice, Storage};

@@ -97,7 +97,7 @@ impl StoredTensors {
             // A whole tensor has one holder, in whatever file it is.
             let holder = holders.get(file).unwrap_or(&holders[0]);
             let held = layout.local_slices(holder).map_err(in_tensor(name))?;
-            self.copy(name, file, (&held, &needed), (&mut bytes, dtype.size_in_bytes()))?;
+            self.copy(name, file, &held, &needed, dtype.size_in_bytes(), &mut bytes)?;
         }
         Tensor::from_raw_buffer(&bytes, dtype, &shape, device).map_err(|error| in_tensor(name)(error.into()))
     }
@@ -107,8 +107,10 @@ impl StoredTensors {
         &mut self,
         name: &str,
         file: usize,
-        (held, needed): (&[Range<usize>], &[Range<usize>]),
-        (out, elem_bytes): (&mut [u8], usize),
+        held: &[Range<usize>],
+        needed: &[Range<usize>],
+        elem_bytes: usize,
+        out: &mut [u8],
     ) -> Result<(), CheckpointError> {
         let Some(copy) = transfer(held, needed) else { return Ok(()) };
         let (file, len) = (self.file(file)?, copy.to.run * elem_bytes);

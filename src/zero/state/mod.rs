@@ -9,7 +9,7 @@ mod storage;
 
 pub(super) use gradient_partition::GradientPartition;
 pub(crate) use replicas::Comparison;
-pub use restore::RestoreState;
+pub use restore::{RestoreState, StateIndex};
 pub use state_bytes::StateBytes;
 pub use state_tensor::StateSlice;
 pub(super) use state_tensor::{SlotSlice, StateTensor, with_bytes};

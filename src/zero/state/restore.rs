@@ -7,8 +7,17 @@ use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::cast::cast;
 
-/// Writes elements `range` of the flat buffer of `(index, kind)` to a slice of the same length.
-pub type RestoreState<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
+/// Which tensor of the state: one kind of a flat unit's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StateIndex {
+    /// Index of the flat unit.
+    pub unit: usize,
+    /// Index of the kind in [`ZeroOptimizer::state_kinds`].
+    pub kind: usize,
+}
+
+/// Writes elements `range` of a flat buffer to a slice of the same length.
+pub type RestoreState<'a, E> = &'a dyn Fn(StateIndex, Range<usize>, &mut [f32]) -> Result<(), E>;
 
 impl ZeroOptimizer {
     /// The names of the f32 state tensors: first the parameters (the master copy of 16-bit ones), then the
@@ -71,10 +80,12 @@ impl ZeroOptimizer {
     pub fn restore_state<E: From<ZeroError>>(&mut self, restore: RestoreState<'_, E>) -> Result<(), E> {
         // Gathered parameters would be stale.
         self.release_all();
-        for ((index, kind), range) in self.restored_ranges() {
-            let Some((stored, stored_range)) = self.flats[index].state_tensor(kind) else { continue };
+        for (index, range) in self.restored_ranges() {
+            let Some((stored, stored_range)) = self.flats[index.unit].state_tensor(index.kind) else {
+                continue;
+            };
             let mut elements = vec![0.0; range.len()];
-            restore((index, kind), range.clone(), &mut elements)?;
+            restore(index, range.clone(), &mut elements)?;
             let tensor = stored.fetch()?;
             overwrite(&tensor, range.start - stored_range.start, elements)?;
             self.storage.settle()?;
@@ -83,13 +94,13 @@ impl ZeroOptimizer {
         Ok(self.round_master()?)
     }
 
-    /// Returns `(index, kind)` and the elements of its flat buffer of everything that this rank holds at its stage.
-    pub fn restored_ranges(&self) -> Vec<((usize, usize), Range<usize>)> {
+    /// Returns the state that this rank holds at its stage, and which elements of its flat buffers.
+    pub fn restored_ranges(&self) -> Vec<(StateIndex, Range<usize>)> {
         let kinds = self.state_kinds().len();
-        let ranges = self.flats.iter().enumerate().flat_map(|(index, flat)| {
+        let ranges = self.flats.iter().enumerate().flat_map(|(unit, flat)| {
             (0..kinds).filter_map(move |kind| {
                 let (_, stored_range) = flat.state_tensor(kind)?;
-                Some(((index, kind), flat.layout.unpadded(stored_range)))
+                Some((StateIndex { unit, kind }, flat.layout.unpadded(stored_range)))
             })
         });
         // Padding keeps its initial value.

@@ -10,6 +10,7 @@ use super::unit_split::{Place, UnitSplit};
 use super::{FlatParameter, ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt, TrainingGroups};
 use crate::config::OptimizerConfig;
+use crate::mesh::ShardRun;
 use crate::optim::Step;
 use crate::placement::ledger;
 use candle_core::{DType, Tensor};
@@ -286,8 +287,8 @@ fn whole_parameter(
     let parts = tensor.tp.all_gather_varied(&ulysses_kernels::tensor::to_vec::<f32>(&part)?)?;
     for (rank, part) in parts.iter().enumerate() {
         let shard = shard.at(rank);
-        for (from, to, len) in shard.runs(&shard.local_shape(&shape), 0..part.len()) {
-            whole[to..to + len].copy_from_slice(&part[from..from + len]);
+        for ShardRun { local, whole: at, len } in shard.runs(&shard.local_shape(&shape), 0..part.len()) {
+            whole[at..at + len].copy_from_slice(&part[local..local + len]);
         }
     }
     Ok(Tensor::from_vec(whole, shape, part.device())?)
