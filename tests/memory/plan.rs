@@ -2,17 +2,16 @@
 
 mod cases;
 
-use super::dry_run::axes;
 #[cfg(feature = "nccl")]
 use crate::support::device::is_cpu;
 use crate::support::device::test_device;
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
 use crate::support::reference::{Batch, IGNORED};
+use crate::support::run_case::RunCase;
 use crate::support::sample::sampled_every;
+use cases::cases;
 #[cfg(feature = "nccl")]
 use cases::cases_of_gpus;
-use cases::{Case, cases};
-use serde_json::json;
 use std::sync::Arc;
 use ulysses::comm::ProcessGroupExt;
 use ulysses::comm::thread::LaunchOptions;
@@ -25,23 +24,15 @@ use ulysses::engine::Engine;
 use ulysses::estimate::Workload;
 use ulysses::kernels::attention::{AttentionKernels, FlashAttention};
 use ulysses::memory::{ByCategory, Category, live_bytes, peak_by_category, peak_bytes, reset_peak};
-use ulysses::model::{Model, RandomWeights};
+use ulysses::model::{Model, ModelConfig, RandomWeights, preset};
 
 /// Tolerance of the plan. It is exact except for bookkeeping, if reductions complete when they are waited
 /// for. At stages 2 and 3, a wait for something else may complete them earlier and free a unit's whole
 /// gradient by then; the plan assumes the later moment.
 const TOLERANCE: f64 = 0.10;
 
-impl Case {
-    fn config(&self) -> Config {
-        let mut config = self.config.clone();
-        config["mesh_param"] = json!([self.dp, self.sp]);
-        config["train_micro_batch_size_per_gpu"] = json!(self.rows);
-        config["ulysses"]["seq_len"] = json!(self.seq_len);
-        Config::from_json_str(&config.to_string(), "test.json").unwrap()
-    }
-
-    fn attention(config: &Config) -> FlashAttention {
+impl RunCase {
+    fn attention_kernels(config: &Config) -> FlashAttention {
         FlashAttention::new(match config.ulysses.attention {
             Some(AttentionChoice::Tiled) => AttentionKernels::Tiled,
             Some(AttentionChoice::Fused) | None => AttentionKernels::Auto,
@@ -61,7 +52,7 @@ impl Case {
         let batch = global_batch(&mask(batch)).unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let before = live_bytes();
-            let (attention, device) = (Arc::new(Self::attention(&config)), test_device());
+            let (attention, device) = (Arc::new(Self::attention_kernels(&config)), test_device());
             let weights = RandomWeights { seed: 1 };
             let model = Model::new(&self.model)?;
             let mut engine = Engine::with_attention(model, &weights, &config, groups, attention, &device)?;
@@ -96,7 +87,7 @@ impl Case {
         let batch = Batch::random(self.model.vocab_size, config.train_batch_size, self.seq_len, 3);
         let batch = global_batch(&batch).unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-            let (attention, device) = (Arc::new(Self::attention(&config)), test_device());
+            let (attention, device) = (Arc::new(Self::attention_kernels(&config)), test_device());
             let memory = || gpu_memory(&device).expect("a GPU");
             let before = memory().in_use;
             let model = Model::new(&self.model)?;
@@ -114,7 +105,7 @@ impl Case {
     }
 
     /// The peak that the plan predicts for a rank, by category.
-    fn planned(&self, rank: usize, device: DeviceKind) -> [u64; Category::ALL.len()] {
+    fn planned_peak(&self, rank: usize, device: DeviceKind) -> [u64; Category::ALL.len()] {
         let (config, model) = (self.config(), self.model.clone());
         let workload = Workload { config, model, document_len: None, ranks_per_node: 1, device };
         workload.plan_of(rank).unwrap().peak_by_category
@@ -144,9 +135,9 @@ impl Case {
 #[test]
 fn the_planned_peak_is_the_measured_one_in_total_and_by_category() {
     let mut off = Vec::new();
-    for case in sampled_every(3, cases(), |case| axes((case.dp, case.sp), &case.config)) {
+    for case in sampled_every(3, cases(), RunCase::axes) {
         for (rank, (measured, by_category)) in case.measured().into_iter().enumerate() {
-            let planned = case.planned(rank, DeviceKind::Cpu);
+            let planned = case.planned_peak(rank, DeviceKind::Cpu);
             let total: u64 = planned.iter().sum();
             let error = total as f64 / measured as f64 - 1.0;
             let line = format!(
@@ -174,7 +165,7 @@ fn the_planned_peak_is_that_of_the_pool_on_a_gpu() {
     );
     for case in cases_of_gpus() {
         for (rank, measured) in case.measured_on_gpus().into_iter().enumerate() {
-            let planned: u64 = case.planned(rank, DeviceKind::Cuda).iter().sum();
+            let planned: u64 = case.planned_peak(rank, DeviceKind::Cuda).iter().sum();
             let error = planned as f64 / measured as f64 - 1.0;
             let label = format!("{}, rank {rank}", case.label);
             println!("{label}: {measured} measured, {planned} planned, {:+.1} %", 100.0 * error);
@@ -185,7 +176,8 @@ fn the_planned_peak_is_that_of_the_pool_on_a_gpu() {
 
 #[test]
 fn masked_tokens_need_no_more_memory_than_labels_everywhere() {
-    let case = |label, sp| Case::small(label, 400 * sp).sp(sp).set("gradient_accumulation_steps", 2);
+    let model = ModelConfig { vocab_size: 256, ..preset("nano").unwrap() };
+    let case = |label, sp| RunCase::new(label, model.clone(), 400 * sp).sp(sp).accumulation(2);
     // The second micro batch is masked otherwise than the first.
     let every_other_of_the_first = |mut batch: Batch| {
         batch.labels[0].iter_mut().step_by(2).for_each(|label| *label = IGNORED);

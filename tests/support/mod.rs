@@ -16,6 +16,7 @@ pub mod problems;
 pub mod recorded;
 pub mod reference;
 pub mod reference_model;
+pub mod run_case;
 pub mod sample;
 pub mod sink_doubles;
 pub mod vocab_doubles;

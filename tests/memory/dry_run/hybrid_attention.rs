@@ -1,8 +1,8 @@
 //! Models with linear attention and attention with a gate, with Mamba 2, with layers of one branch, with short convolutions, with a bias
 //! in the head, with latent attention, and with decays per channel.
 
-use super::{Case, case};
-use serde_json::{Value, json};
+use super::case;
+use crate::support::run_case::RunCase;
 use ulysses::model::{ModelConfig, Multipliers, family, shape};
 use ulysses::nn::{
     Init, LatentConfig, LinearAttentionConfig, LinearAttentionKind, MixerConfig, ShortConvConfig,
@@ -109,95 +109,62 @@ fn kimi() -> ModelConfig {
 
 /// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Mamba 2. Layers of one branch. Convolutions. States and
 /// tokens that are passed on. A bias in the head. Latent attention. Decays per channel.
-pub(super) fn cases() -> Vec<Case> {
-    let ulysses = |ulysses: Value| json!({ "zero_optimization": { "stage": 2 }, "ulysses": ulysses });
-    let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
-    let chunks = json!({ "head_chunks": 2, "overlap_exchange": true, "tile_tokens": 5 });
-    let ring = |size: usize| json!({ "ring_size": size, "activation_checkpointing": true });
-    let with_tp = |size: usize| {
-        json!({
-            "zero_optimization": { "stage": 3 }, "pipeline_parallel_size": 2, "tensor_parallel_size": size,
-            "ulysses": ring(2),
-        })
+pub(super) fn cases() -> Vec<RunCase> {
+    let case = |label, model, seq_len| case(label, model, seq_len).stage(2);
+    let divided = |label, model, tp: usize| {
+        let case = case(label, model, 24).sp(2).stage(3).pp(2).tp(tp);
+        case.checkpointed()
     };
-    let passed = |recomputed: bool| json!({ "state_passing": true, "activation_checkpointing": recomputed });
-    let passed_in_ring = |ring: usize| json!({ "state_passing": true, "ring_size": ring });
-    let mut passed_with_tp = with_tp(3);
-    passed_with_tp["ulysses"] = passed(true);
-    vec![
-        case("linear attention", hybrid(), (1, 1), 24, ulysses(json!({}))),
-        case("linear attention, 1 x 5", hybrid(), (1, 5), 23, ulysses(json!({}))),
-        case("linear attention, 2 x 2, recomputed", hybrid(), (2, 2), 22, ulysses(recompute(false))),
-        case("linear attention, 1 x 3, outputs kept", hybrid(), (1, 3), 22, ulysses(recompute(true))),
-        case("linear attention, 1 x 4, chunks", hybrid(), (1, 4), 25, ulysses(chunks.clone())),
-        case("linear attention, a ring of 2 x 2", hybrid(), (1, 4), 25, ulysses(ring(2))),
-        case("linear attention, a ring of 3, 2 x 3", hybrid(), (2, 3), 23, ulysses(ring(3))),
-        case("linear attention, pp 2, a ring of 2, tp 3", hybrid(), (1, 2), 24, with_tp(3)),
-        case("projections by key head, 1 x 5", by_key_head(), (1, 5), 23, ulysses(recompute(false))),
-        case("projections by key head, pp 2, a ring of 2, tp 2", by_key_head(), (1, 2), 24, with_tp(2)),
-        case("projections by key head, pp 2, a ring of 2, tp 3", by_key_head(), (1, 2), 24, with_tp(3)),
-        case("Mamba 2, 1 x 5", mamba(), (1, 5), 23, ulysses(json!({}))),
-        case("Mamba 2, 2 x 2, recomputed", mamba(), (2, 2), 22, ulysses(recompute(false))),
-        case("Mamba 2, 1 x 4, chunks", mamba(), (1, 4), 25, ulysses(chunks.clone())),
-        case("Mamba 2, pp 2, a ring of 2, tp 2", mamba(), (1, 2), 24, with_tp(2)),
-        case("one branch, 2 x 3", single_branches(), (2, 3), 23, ulysses(json!({}))),
-        case("one branch, 1 x 2, recomputed", single_branches(), (1, 2), 22, ulysses(recompute(false))),
-        case("one branch, 1 x 4, chunks", single_branches(), (1, 4), 25, ulysses(chunks.clone())),
-        case("one branch, pp 2, a ring of 2, tp 2", single_branches(), (1, 2), 24, with_tp(2)),
-        case("convolutions, 2 x 3", convolutions(), (2, 3), 23, ulysses(json!({}))),
-        case("convolutions, 1 x 2, recomputed", convolutions(), (1, 2), 22, ulysses(recompute(false))),
-        case("convolutions, 1 x 4, chunks", convolutions(), (1, 4), 25, ulysses(chunks)),
-        case("convolutions, a ring of 2 x 2", convolutions(), (1, 4), 25, ulysses(ring(2))),
-        case("linear attention, 1 x 5, states passed", hybrid(), (1, 5), 23, ulysses(passed(false))),
-        case("linear attention, 2 x 2, states passed", hybrid(), (2, 2), 22, ulysses(passed(true))),
-        case("linear attention, pp 2, tp 3, states passed", hybrid(), (1, 2), 24, passed_with_tp),
-        case("Mamba 2, 1 x 4, states passed", mamba(), (1, 4), 25, ulysses(passed(true))),
-        case("convolutions, 2 x 3, tokens passed", convolutions(), (2, 3), 23, ulysses(passed(false))),
-        case(
-            "linear attention, a ring of 3, states passed",
-            hybrid(),
-            (2, 3),
-            23,
-            ulysses(passed_in_ring(3)),
-        ),
-        case("Mamba 2, a ring of 2 x 2, states passed", mamba(), (1, 4), 25, ulysses(passed_in_ring(2))),
-        case(
-            "convolutions, a ring of 2, tokens passed",
-            convolutions(),
-            (1, 2),
-            23,
-            ulysses(passed_in_ring(2)),
-        ),
-        case("a head with a bias, 2 x 3", head_bias(false), (2, 3), 23, ulysses(json!({}))),
-        case(
-            "a tied head with a bias, tiles",
-            head_bias(true),
-            (2, 2),
-            24,
-            ulysses(json!({ "loss_tile_tokens": 5 })),
-        ),
-        case("a head with a bias, pp 2, a ring of 2, tp 2", head_bias(false), (1, 2), 24, with_tp(2)),
-        case(
-            "a head with a bias in bf16",
-            head_bias(false),
-            (1, 2),
-            24,
-            json!({ "bf16": { "enabled": true } }),
-        ),
-        case("latent attention, 2 x 3", latent(), (2, 3), 23, ulysses(json!({}))),
-        case("latent attention, 1 x 2, recomputed", latent(), (1, 2), 22, ulysses(recompute(false))),
-        case("latent attention, 1 x 5, outputs kept", latent(), (1, 5), 22, ulysses(recompute(true))),
-        case("latent attention, a ring of 2 x 2", latent(), (1, 4), 25, ulysses(ring(2))),
-        case("latent attention, pp 2, a ring of 2, tp 3", latent(), (1, 2), 24, with_tp(3)),
-        case("decays per channel, 1 x 5", kimi(), (1, 5), 23, ulysses(json!({}))),
-        case("decays per channel, 2 x 2, recomputed", kimi(), (2, 2), 22, ulysses(recompute(false))),
-        case("decays per channel, pp 2, a ring of 2, tp 3", kimi(), (1, 2), 24, with_tp(3)),
-        case(
-            "decays per channel, a ring of 3, states passed",
-            kimi(),
-            (2, 3),
-            23,
-            ulysses(passed_in_ring(3)),
-        ),
-    ]
+    let cases = vec![
+        case("linear attention", hybrid(), 24),
+        case("linear attention, 1 x 5", hybrid(), 23).sp(5),
+        case("linear attention, 2 x 2, recomputed", hybrid(), 22).dp(2).sp(2).saves_output(false),
+        case("linear attention, 1 x 3, outputs kept", hybrid(), 22).sp(3).saves_output(true),
+        case("linear attention, 1 x 4, chunks", hybrid(), 25).sp(4).overlapped(2).tiles(5),
+        case("linear attention, a ring of 2 x 2", hybrid(), 25).sp(4).ring(2).checkpointed(),
+        case("linear attention, a ring of 3, 2 x 3", hybrid(), 23).dp(2).sp(3).ring(3).checkpointed(),
+        divided("linear attention, pp 2, a ring of 2, tp 3", hybrid(), 3).ring(2),
+        case("projections by key head, 1 x 5", by_key_head(), 23).sp(5).saves_output(false),
+        divided("projections by key head, pp 2, a ring of 2, tp 2", by_key_head(), 2).ring(2),
+        divided("projections by key head, pp 2, a ring of 2, tp 3", by_key_head(), 3).ring(2),
+        case("Mamba 2, 1 x 5", mamba(), 23).sp(5),
+        case("Mamba 2, 2 x 2, recomputed", mamba(), 22).dp(2).sp(2).saves_output(false),
+        case("Mamba 2, 1 x 4, chunks", mamba(), 25).sp(4).overlapped(2).tiles(5),
+        divided("Mamba 2, pp 2, a ring of 2, tp 2", mamba(), 2).ring(2),
+        case("one branch, 2 x 3", single_branches(), 23).dp(2).sp(3),
+        case("one branch, 1 x 2, recomputed", single_branches(), 22).sp(2).saves_output(false),
+        case("one branch, 1 x 4, chunks", single_branches(), 25).sp(4).overlapped(2).tiles(5),
+        divided("one branch, pp 2, a ring of 2, tp 2", single_branches(), 2).ring(2),
+        case("convolutions, 2 x 3", convolutions(), 23).dp(2).sp(3),
+        case("convolutions, 1 x 2, recomputed", convolutions(), 22).sp(2).saves_output(false),
+        case("convolutions, 1 x 4, chunks", convolutions(), 25).sp(4).overlapped(2).tiles(5),
+        case("convolutions, a ring of 2 x 2", convolutions(), 25).sp(4).ring(2).checkpointed(),
+        case("a head with a bias, 2 x 3", head_bias(false), 23).dp(2).sp(3),
+        case("a tied head with a bias, tiles", head_bias(true), 24)
+            .dp(2)
+            .sp(2)
+            .ulysses("loss_tile_tokens", 5),
+        divided("a head with a bias, pp 2, a ring of 2, tp 2", head_bias(false), 2).ring(2),
+        case("a head with a bias in bf16", head_bias(false), 24).sp(2).bf16(),
+        case("latent attention, 2 x 3", latent(), 23).dp(2).sp(3),
+        case("latent attention, 1 x 2, recomputed", latent(), 22).sp(2).saves_output(false),
+        case("latent attention, 1 x 5, outputs kept", latent(), 22).sp(5).saves_output(true),
+        case("latent attention, a ring of 2 x 2", latent(), 25).sp(4).ring(2).checkpointed(),
+        divided("latent attention, pp 2, a ring of 2, tp 3", latent(), 3).ring(2),
+        case("decays per channel, 1 x 5", kimi(), 23).sp(5),
+        case("decays per channel, 2 x 2, recomputed", kimi(), 22).dp(2).sp(2).saves_output(false),
+        divided("decays per channel, pp 2, a ring of 2, tp 3", kimi(), 3).ring(2),
+    ];
+    let passed = [
+        case("linear attention, 1 x 5, states passed", hybrid(), 23).sp(5),
+        case("linear attention, 2 x 2, states passed", hybrid(), 22).dp(2).sp(2).checkpointed(),
+        divided("linear attention, pp 2, tp 3, states passed", hybrid(), 3),
+        case("Mamba 2, 1 x 4, states passed", mamba(), 25).sp(4).checkpointed(),
+        case("convolutions, 2 x 3, tokens passed", convolutions(), 23).dp(2).sp(3),
+        case("linear attention, a ring of 3, states passed", hybrid(), 23).dp(2).sp(3).ring(3),
+        case("Mamba 2, a ring of 2 x 2, states passed", mamba(), 25).sp(4).ring(2),
+        case("convolutions, a ring of 2, tokens passed", convolutions(), 23).sp(2).ring(2),
+        case("decays per channel, a ring of 3, states passed", kimi(), 23).dp(2).sp(3).ring(3),
+    ];
+    cases.into_iter().chain(passed.map(|case| case.ulysses("state_passing", true))).collect()
 }

@@ -1,7 +1,7 @@
 //! Stages of a pipeline.
 
-use super::{Case, case, tied, tiny};
-use serde_json::{Value, json};
+use super::{case, tied, tiny};
+use crate::support::run_case::RunCase;
 use ulysses::comm::CollectiveOp;
 use ulysses::mesh::shard_range;
 use ulysses::model::{ModelConfig, family};
@@ -14,54 +14,37 @@ fn with_norms_over_heads(model: ModelConfig) -> ModelConfig {
 }
 
 /// Stages along pp, alone and with the other axes, several micro batches and several stages per rank.
-pub(super) fn cases() -> Vec<Case> {
-    let of = |pp: usize, stage: usize, extra: Value| {
-        let mut config = json!({ "zero_optimization": { "stage": stage }, "pipeline_parallel_size": pp });
-        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
-        config
-    };
-    let clipped = json!({ "gradient_clipping": 0.5, "ulysses": { "activation_checkpointing": true } });
-    let uneven = json!({ "tensor_parallel_size": 3, "ulysses": { "loss_tile_tokens": 7 } });
-    let three = json!({ "gradient_accumulation_steps": 3 });
-    let interleaved =
-        json!({ "gradient_accumulation_steps": 4, "ulysses": { "pipeline": { "virtual_stages": 2 } } });
-    let zero_bubble = |extra: Value| {
-        let mut config = json!({ "ulysses": { "pipeline": { "schedule": "zero_bubble" } }, "gradient_accumulation_steps": 3 });
-        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
-        config
-    };
-    let tp = json!({ "tensor_parallel_size": 2 });
+pub(super) fn cases() -> Vec<RunCase> {
+    let zero_bubble = |case: RunCase| case.accumulation(3).ulysses("pipeline.schedule", "zero_bubble");
+    let olmo = with_norms_over_heads(tiny(8, 2));
     vec![
-        case("pp 2, tied, zero bubble", tied(tiny(4, 2)), (2, 1), 24, of(2, 1, zero_bubble(json!({})))),
-        case("pp 3, 1 x 2, stage 2, zero bubble", tiny(4, 2), (1, 2), 25, of(3, 2, zero_bubble(json!({})))),
-        case("pp 2, 2 x 1, stage 3, tp, zero bubble", tiny(8, 4), (2, 1), 24, of(2, 3, zero_bubble(tp))),
-        case("pp 2", tiny(4, 2), (1, 1), 24, of(2, 0, json!({}))),
-        case("pp 3, tied, 2 x 1, stage 3", tied(tiny(4, 2)), (2, 1), 24, of(3, 3, clipped)),
-        case("pp 2, tied, 1 x 2, stage 1", tied(tiny(8, 4)), (1, 2), 25, of(2, 1, json!({}))),
-        case(
-            "pp 2, 2 x 2, stage 2, tp",
-            tiny(8, 4),
-            (1, 2),
-            25,
-            of(2, 2, json!({ "tensor_parallel_size": 2 })),
-        ),
-        case(
-            "pp 2, tied, 1 x 2, stage 3, tp",
-            tied(tiny(8, 4)),
-            (1, 2),
-            24,
-            of(2, 3, json!({ "tensor_parallel_size": 2 })),
-        ),
-        case("pp 2, 1 x 2, stage 1, tp 3", tiny(6, 3), (1, 2), 25, of(2, 1, uneven.clone())),
-        case("pp 2, stage 2, tp 3, OLMo", with_norms_over_heads(tiny(8, 2)), (1, 1), 25, of(2, 2, uneven)),
-        case("pp 3, three micro batches", tiny(4, 2).with_num_layers(4), (1, 1), 24, of(3, 1, three)),
-        case(
-            "pp 2 with 2 stages each, 1 x 2",
-            tied(tiny(4, 2).with_num_layers(5)),
-            (1, 2),
-            24,
-            of(2, 2, interleaved),
-        ),
+        zero_bubble(case("pp 2, tied, zero bubble", tied(tiny(4, 2)), 24).pp(2).dp(2).stage(1)),
+        zero_bubble(case("pp 3, 1 x 2, stage 2, zero bubble", tiny(4, 2), 25).pp(3).sp(2).stage(2)),
+        zero_bubble(case("pp 2, 2 x 1, stage 3, tp, zero bubble", tiny(8, 4), 24).pp(2).dp(2).tp(2).stage(3)),
+        case("pp 2", tiny(4, 2), 24).pp(2),
+        case("pp 3, tied, 2 x 1, stage 3", tied(tiny(4, 2)), 24)
+            .pp(3)
+            .dp(2)
+            .stage(3)
+            .checkpointed()
+            .set("gradient_clipping", 0.5),
+        case("pp 2, tied, 1 x 2, stage 1", tied(tiny(8, 4)), 25).pp(2).sp(2).stage(1),
+        case("pp 2, 1 x 2, stage 2, tp", tiny(8, 4), 25).pp(2).sp(2).tp(2).stage(2),
+        case("pp 2, tied, 1 x 2, stage 3, tp", tied(tiny(8, 4)), 24).pp(2).sp(2).tp(2).stage(3),
+        case("pp 2, 1 x 2, stage 1, tp 3", tiny(6, 3), 25)
+            .pp(2)
+            .sp(2)
+            .tp(3)
+            .stage(1)
+            .ulysses("loss_tile_tokens", 7),
+        case("pp 2, stage 2, tp 3, OLMo", olmo, 25).pp(2).tp(3).stage(2).ulysses("loss_tile_tokens", 7),
+        case("pp 3, three micro batches", tiny(4, 2).with_num_layers(4), 24).pp(3).stage(1).accumulation(3),
+        case("pp 2 with 2 stages each, 1 x 2", tied(tiny(4, 2).with_num_layers(5)), 24)
+            .pp(2)
+            .sp(2)
+            .stage(2)
+            .accumulation(4)
+            .ulysses("pipeline.virtual_stages", 2),
     ]
 }
 
@@ -70,24 +53,14 @@ pub(super) fn cases() -> Vec<Case> {
 #[test]
 fn stages_send_the_bytes_of_the_formula_by_counters_and_by_plan() {
     let model = |layers| tiny(8, 4).with_num_layers(layers);
-    let config = |pp: usize, micro_batches: usize, extra: Value| {
-        let mut config =
-            json!({ "pipeline_parallel_size": pp, "gradient_accumulation_steps": micro_batches });
-        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
-        config
-    };
-    let tp = json!({ "tensor_parallel_size": 2, "bf16": { "enabled": true } });
-    let interleaved = json!({ "ulysses": { "pipeline": { "virtual_stages": 2 } } });
     for case in [
-        case(
-            "pp 3, 2 x 1, stage 2",
-            model(3),
-            (2, 1),
-            24,
-            config(3, 2, json!({ "zero_optimization": { "stage": 2 } })),
-        ),
-        case("pp 2, 1 x 2, tp 2, bf16", model(2), (1, 2), 25, config(2, 3, tp)),
-        case("pp 2 with 2 stages each, 1 x 2", model(5), (1, 2), 25, config(2, 4, interleaved)),
+        case("pp 3, 2 x 1, stage 2", model(3), 24).pp(3).dp(2).stage(2).accumulation(2),
+        case("pp 2, 1 x 2, tp 2, bf16", model(2), 25).pp(2).sp(2).tp(2).bf16().accumulation(3),
+        case("pp 2 with 2 stages each, 1 x 2", model(5), 25)
+            .pp(2)
+            .sp(2)
+            .accumulation(4)
+            .ulysses("pipeline.virtual_stages", 2),
     ] {
         let config = case.config();
         let [pp, dp, sp, tp] = config.mesh.shape().into_array();
