@@ -50,6 +50,15 @@ impl<'a, T> Mat<'a, T> {
     }
 }
 
+impl<T: Float> Mat<'_, T> {
+    /// A contiguous copy in f32, in `into`; not for transposed views.
+    pub(crate) fn gather_f32<'b>(self, into: &'b mut [f32]) -> Mat<'b> {
+        let Self { data, rows, cols, row_stride, .. } = self;
+        T::widen_rows(data, row_stride, into, cols, [rows, cols]);
+        Mat::new(into, rows, cols, cols)
+    }
+}
+
 /// A writable matrix with contiguous rows.
 ///
 /// Not a slice, because several threads write interleaved rows of one tensor.
@@ -216,9 +225,7 @@ impl<'a, T: Float> Heads<'a, T> {
         tokens: &Range<usize>,
         into: &'b mut [f32],
     ) -> Mat<'b> {
-        let Mat { data, rows, cols, row_stride, .. } = self.head(at, tokens);
-        T::widen_rows(data, row_stride, into, cols, [rows, cols]);
-        Mat::new(into, rows, cols, cols)
+        self.head(at, tokens).gather_f32(into)
     }
 
     /// As [`Self::gather_f32`], transposed: `[head_dim, tokens]` with rows `stride` apart, a multiple of
@@ -230,9 +237,9 @@ impl<'a, T: Float> Heads<'a, T> {
         stride: usize,
         into: &'b mut [f32],
     ) -> Mat<'b> {
-        let Mat { data, rows, row_stride, .. } = self.head(at, tokens);
-        transpose_rows(data, (rows, row_stride), self.head_dim, into, stride);
-        Mat::new(into, self.head_dim, tokens.len(), stride)
+        let Mat { data, rows, cols, row_stride, .. } = self.head(at, tokens);
+        transpose_rows(data, row_stride, into, stride, [rows, cols]);
+        Mat::new(into, cols, rows, stride)
     }
 
     /// The same tensor, if its elements are f32.

@@ -8,20 +8,20 @@ use half::slice::HalfFloatSliceExt;
 /// Columns of a strip of rows that are converted at a time: they stay in the first-level cache.
 const WIDE_COLS: usize = 128;
 
-/// Writes `rows` rows of `cols` elements as f32 columns, followed by zeros up to a whole tile. The rows are
-/// `row_stride` apart; the rows of the result are `stride` apart, a multiple of [`TILE`].
+/// Writes `[rows, cols]` elements as f32 columns, followed by zeros up to a whole tile. The rows are `row_stride` apart; the
+/// rows of the result are `stride` apart, a multiple of [`TILE`].
 pub(crate) fn transpose_rows<T: Float>(
     data: &[T],
-    (rows, row_stride): (usize, usize),
-    cols: usize,
+    row_stride: usize,
     into: &mut [f32],
     stride: usize,
+    [rows, cols]: [usize; 2],
 ) {
     if let Some(data) = T::as_f32(data) {
-        return transpose_f32(data, (rows, row_stride), cols, into, stride);
+        return transpose_f32(data, row_stride, into, stride, [rows, cols]);
     }
     if let Some(data) = T::as_bf16(data) {
-        return transpose_bf16(data.reinterpret_cast(), (rows, row_stride), cols, into, stride);
+        return transpose_bf16(data.reinterpret_cast(), row_stride, into, stride, [rows, cols]);
     }
     let mut wide = [0.0; TILE * WIDE_COLS];
     for first_row in (0..rows).step_by(TILE) {
@@ -30,20 +30,15 @@ pub(crate) fn transpose_rows<T: Float>(
             let cols = WIDE_COLS.min(cols - first_col);
             let strip = &data[first_row * row_stride + first_col..];
             T::widen_rows(strip, row_stride, &mut wide, WIDE_COLS, [rows, cols]);
-            transpose_f32(
-                &wide,
-                (rows, WIDE_COLS),
-                cols,
-                &mut into[first_col * stride + first_row..],
-                stride,
-            );
+            let into = &mut into[first_col * stride + first_row..];
+            transpose_f32(&wide, WIDE_COLS, into, stride, [rows, cols]);
         }
     }
 }
 
 simd_kernel! {
-    fn transpose_f32<S>(data: &[f32], rows: (usize, usize), cols: usize, into: &mut [f32], stride: usize) {
-        let (rows, row_stride) = rows;
+    fn transpose_f32<S>(data: &[f32], row_stride: usize, into: &mut [f32], stride: usize, sizes: [usize; 2]) {
+        let [rows, cols] = sizes;
         for first_row in (0..rows).step_by(TILE) {
             for first_col in (0..cols).step_by(TILE) {
                 let mut tile = [[0.0; TILE]; TILE];
@@ -60,8 +55,8 @@ simd_kernel! {
 
 simd_kernel! {
     /// Transposes two columns at a time, as one column of words.
-    fn transpose_bf16<S>(bits: &[u16], rows: (usize, usize), cols: usize, into: &mut [f32], stride: usize) {
-        let (rows, row_stride) = rows;
+    fn transpose_bf16<S>(bits: &[u16], row_stride: usize, into: &mut [f32], stride: usize, sizes: [usize; 2]) {
+        let [rows, cols] = sizes;
         for first_row in (0..rows).step_by(TILE) {
             for first_col in (0..cols).step_by(2 * TILE) {
                 let mut tile = [[0; TILE]; TILE];
@@ -105,7 +100,7 @@ mod tests {
         let mut elements = vec![T::zero(); values.len()];
         T::round(&values, &mut elements);
         let mut columns = vec![f32::NAN; cols * stride];
-        transpose_rows(&elements, (rows, row_stride), cols, &mut columns, stride);
+        transpose_rows(&elements, row_stride, &mut columns, stride, [rows, cols]);
         let mut widened = vec![f32::NAN; rows * stride.max(cols)];
         T::widen_rows(&elements, row_stride, &mut widened, stride.max(cols), [rows, cols]);
         for (row, col) in (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col))) {

@@ -186,7 +186,7 @@ fn copy_transposed<B: Float>(b: &MatmulOperand<'_, B>, target: &mut [f32]) {
     if row_stride == 1 {
         B::widen_rows(data, k_stride, target, BLOCK_COLUMNS, [k, rows]);
     } else {
-        transpose_rows(data, (rows, row_stride), k, target, BLOCK_COLUMNS);
+        transpose_rows(data, row_stride, target, BLOCK_COLUMNS, [rows, k]);
     }
 }
 

@@ -51,8 +51,8 @@ pub fn backward(
             with_element_type!(dtype, T => {
                 call.on_cpu([q, k, v, dout], [dq, dk, dv], |[q, k, v, dout]: [&[T]; 4], [dq, dk, dv]| {
                     call.on_cpu([g, beta, states], [dg, dbeta], |[g, beta, states], [dg, dbeta]| {
-                        let problem =
-                            cpu::Problem::new(sizes, layout, [q, k, v], [g, beta], skip.as_deref());
+                        let operands = cpu::Operands { q, k, v, g, beta, skip: skip.as_deref() };
+                        let problem = cpu::Problem::new(sizes, layout, operands);
                         let mut run = |dskip: Option<&mut [f32]>| {
                             let gradients = cpu::Gradients { dq, dk, dv, dg, dbeta, dskip };
                             cpu::backward(&problem, states, dout, gradients, scratch);
@@ -69,9 +69,8 @@ pub fn backward(
         Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, true),
         Target::Kernels(launcher) => {
             let scratch = sizes.cuda_scratch(workspace, true)?;
-            let inputs = [states, dout, &scratch];
             let gradients = Gradients { dskip, ..*gradients };
-            call.kernels(cuda::backward(&launcher, (dtype, &sizes), operands, inputs, &gradients))?;
+            call.kernels(cuda::backward(&launcher, &sizes, operands, states, dout, &gradients, &scratch))?;
             workspace.recycle(scratch);
             Ok(())
         }

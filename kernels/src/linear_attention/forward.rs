@@ -36,8 +36,9 @@ pub fn forward<'a>(
         Target::Cpu => sizes.with_scratch(call, layout, workspace, false, |scratch| {
             let skip = operands.read_skip(call)?;
             with_element_type!(dtype, T => call.on_cpu([q, k, v], [o], |[q, k, v]: [&[T]; 3], [o]| {
-                call.on_cpu([g, beta], [], |gates, []| {
-                    let problem = cpu::Problem::new(sizes, layout, [q, k, v], gates, skip.as_deref());
+                call.on_cpu([g, beta], [], |[g, beta], []| {
+                    let operands = cpu::Operands { q, k, v, g, beta, skip: skip.as_deref() };
+                    let problem = cpu::Problem::new(sizes, layout, operands);
                     let mut run = |states: Option<&mut [f32]>| {
                         cpu::forward(&problem, o, states, scratch);
                         Ok(())
@@ -52,7 +53,7 @@ pub fn forward<'a>(
         Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, false),
         Target::Kernels(launcher) => {
             let (states, scratch) = (states.map(|(_, states)| states), sizes.cuda_scratch(workspace, false)?);
-            call.kernels(cuda::forward(&launcher, (dtype, &sizes), operands, [o, &scratch], states))?;
+            call.kernels(cuda::forward(&launcher, &sizes, operands, o, states, &scratch))?;
             workspace.recycle(scratch);
             Ok(())
         }

@@ -145,12 +145,19 @@ pub(crate) fn multiply<C: Stored>(
         let (a, b) = (a.k_range(first, k_per_sum), b.k_range(first, k_per_sum));
         with_words(&PACKED_B, panels_of(b.rows) * b.panel_words(), |packed| {
             b.pack_in_parallel(Order::RowsOfPair, packed);
-            let packed = &*packed;
-            c.par_chunks_mut(ROWS_PER_TASK * b.rows).enumerate().for_each(|(task, c)| {
-                multiply_rows(kernel, &a, task * ROWS_PER_TASK, (&b, packed), c, add || first > 0);
+            let b = PackedRight { panels: packed, columns: b.rows };
+            c.par_chunks_mut(ROWS_PER_TASK * b.columns).enumerate().for_each(|(task, c)| {
+                multiply_rows(kernel, &a, task * ROWS_PER_TASK, b, c, add || first > 0);
             });
         });
     }
+}
+
+/// The right operand of a matmul, packed.
+#[derive(Clone, Copy)]
+struct PackedRight<'a> {
+    panels: &'a [u32],
+    columns: usize,
 }
 
 /// Computes some rows of the destination, from `first_row` on.
@@ -158,13 +165,13 @@ fn multiply_rows<C: Stored>(
     kernel: Kernel,
     a: &MatmulOperand<'_, bf16>,
     first_row: usize,
-    (b, packed_b): (&MatmulOperand<'_, bf16>, &[u32]),
+    b: PackedRight<'_>,
     c: &mut [C],
     add: bool,
 ) {
-    let columns = b.rows;
+    let columns = b.columns;
     let rows = c.len() / columns;
-    multiply_packed(kernel, a, first_row..first_row + rows, (b, packed_b), |row, column, sums| {
+    multiply_packed(kernel, a, first_row..first_row + rows, b, |row, column, sums| {
         C::store(&mut c[row * columns + column..], columns, sums, add);
     });
 }
@@ -186,16 +193,16 @@ pub(crate) fn multiply_on_caller(
     assert_eq!(a.k, b.k);
     with_words(&PACKED_B, panels_of(b.rows) * b.panel_words(), |packed| {
         b.pack(0, Order::RowsOfPair, packed);
-        multiply_packed(kernel, a, 0..a.rows, (b, packed), store);
+        multiply_packed(kernel, a, 0..a.rows, PackedRight { panels: packed, columns: b.rows }, store);
     });
 }
 
-/// As [`multiply_on_caller`], for some rows of `a`, numbered from 0 in `store`, and a packed `b`.
+/// As [`multiply_on_caller`], for some rows of `a`, numbered from 0 in `store`.
 fn multiply_packed(
     kernel: Kernel,
     a: &MatmulOperand<'_, bf16>,
     rows: Range<usize>,
-    (b, packed_b): (&MatmulOperand<'_, bf16>, &[u32]),
+    b: PackedRight<'_>,
     mut store: impl FnMut(usize, usize, Block<'_>),
 ) {
     let panel_words = a.panel_words();
@@ -204,9 +211,9 @@ fn multiply_packed(
         let packed_a = &*packed_a;
         let mut sums = Sums([[0.0; BLOCK]; BLOCK]);
         kernel.ready(|| {
-            for column in (0..b.rows).step_by(BLOCK) {
-                let b_panels = two_panels(packed_b, column / TILE_ROWS, panel_words);
-                let width = BLOCK.min(b.rows - column);
+            for column in (0..b.columns).step_by(BLOCK) {
+                let b_panels = two_panels(b.panels, column / TILE_ROWS, panel_words);
+                let width = BLOCK.min(b.columns - column);
                 for row in (0..rows.len()).step_by(BLOCK) {
                     kernel.block(two_panels(packed_a, row / TILE_ROWS, panel_words), b_panels, &mut sums);
                     store(row, column, Block { rows: &sums.0[..BLOCK.min(rows.len() - row)], width });

@@ -59,7 +59,7 @@ impl MatmulOperand<'_, bf16> {
         let bits = &self.data.reinterpret_cast()[first_row * self.row_stride..];
         let is_contiguous = self.k_stride == 1;
         let stride = if is_contiguous { self.row_stride } else { self.k_stride };
-        pack_tiles(bits, (is_contiguous, stride), (rows, self.k), order, tiles);
+        pack_tiles(bits, is_contiguous, stride, rows, self.k, order, tiles);
     }
 }
 
@@ -69,16 +69,17 @@ pub(super) fn panel_words(k: usize) -> usize {
 }
 
 simd_kernel! {
-    /// Packs `rows` rows of length `k` from the start of `bits`. Adjacent are either the elements of a row, with rows
-    /// `stride` apart, or those of a column, with columns `stride` apart.
+    /// Packs `rows` rows of length `k` from the start of `bits`. If `is_contiguous`, the elements of a row are adjacent, with rows
+    /// `stride` apart; otherwise those of a column are, with columns `stride` apart.
     fn pack_tiles<S>(
         bits: &[u16],
-        memory: (bool, usize),
-        sizes: (usize, usize),
+        is_contiguous: bool,
+        stride: usize,
+        rows: usize,
+        k: usize,
         order: Order,
         tiles: &mut [[u32; TILE_WORDS]],
     ) {
-        let ((is_contiguous, stride), (rows, k)) = (memory, sizes);
         for (first_k, words) in (0..k).step_by(TILE_K).zip(tiles) {
             let k = (k - first_k).min(TILE_K);
             let words = words.as_chunks_mut::<16>().0;

@@ -74,7 +74,7 @@ pub(super) fn chunks<T: Float>(
                 let of_head = ChunkGradients::new(problem, key, value, segment, chunk);
                 of_head.write(outputs, &mut buffers);
             }
-            write_keys(problem, key, (segment, chunk), outputs, &mut buffers);
+            write_keys(problem, key, segment, chunk, outputs, &mut buffers);
         });
     });
 }
@@ -83,20 +83,20 @@ pub(super) fn chunks<T: Float>(
 fn write_keys<T: Float>(
     problem: &Problem<'_, T>,
     key: &KeyHead<'_>,
-    (segment, chunk): (&Segment, &Chunk),
+    segment: &Segment,
+    chunk: &Chunk,
     outputs: &Outputs<'_, T>,
     buffers: &mut Buffers<'_>,
 ) {
     let (rows, dim, at) = (segment.rows(chunk), problem.sizes.key_dim, (key.sequence, key.head));
     let of_chunk = rows.start * dim..rows.end * dim;
     let (q, k) = (&key.q[of_chunk.clone()], &key.k[of_chunk.clone()]);
+    let Buffers { dq, dk, term: dg, dstored, dend, .. } = buffers;
     if problem.sizes.rule.has_channel_decays() {
-        let (mut gradients, dg) = buffers.of_rows();
-        channels::finish(q, k, &mut gradients, dg);
+        channels::finish(q, k, &mut RowGradients { q: dq, k: dk, stored: dstored, end: dend }, dg);
         // SAFETY: no other task has these tokens of this sequence and key head.
         unsafe { outputs.dg.head(at, &chunk.tokens) }.round_from(dg);
     }
-    let Buffers { dq, dk, .. } = buffers;
     if problem.sizes.rule.is_delta() {
         normalize_backward(q, dim, problem.query_scale(), &key.q_inverse_norms[rows.clone()], dq);
         normalize_backward(k, dim, 1.0, &key.k_inverse_norms[rows], dk);
@@ -119,14 +119,6 @@ struct Buffers<'a> {
     state: &'a mut [f32],
     dstored: &'a mut [f32],
     dend: &'a mut [f32],
-}
-
-impl Buffers<'_> {
-    /// The gradients of rows with decays per channel, and a term.
-    fn of_rows(&mut self) -> (RowGradients<'_>, &mut [f32]) {
-        let Self { dq: q, dk: k, dstored: stored, dend: end, term, .. } = self;
-        (RowGradients { q, k, stored, end }, term)
-    }
 }
 
 /// A chunk of one value head.
@@ -229,14 +221,9 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
             for (rows, into) in
                 [(&*block.updates, &mut *buffers.updates), (&*block.gradients, &mut *buffers.gradients)]
             {
-                let rows = &rows[self.rows.start * width..];
-                transpose_rows(
-                    rows,
-                    (self.len(), width),
-                    width,
-                    &mut into[block.columns.start * CHUNK..],
-                    CHUNK,
-                );
+                let (rows, into) =
+                    (&rows[self.rows.start * width..], &mut into[block.columns.start * CHUNK..]);
+                transpose_rows(rows, width, into, CHUNK, [self.len(), width]);
             }
         }
     }
@@ -350,7 +337,7 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         for block in &self.value.blocks {
             let width = block.columns.len();
             let into = &mut into[block.columns.start * stride..];
-            transpose_rows(state(block).unwrap_or_default(), (dim, width), width, into, stride);
+            transpose_rows(state(block).unwrap_or_default(), width, into, stride, [dim, width]);
         }
         Mat::new(into, self.sizes.value_dim, dim, stride)
     }

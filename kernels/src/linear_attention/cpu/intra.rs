@@ -101,7 +101,7 @@ impl KeyTask<'_> {
             return;
         }
         with_scratch(scratch_lengths(&problem.sizes), |[transposed]| {
-            transpose_rows(k, (len, dim), dim, transposed, CHUNK);
+            transpose_rows(k, dim, transposed, CHUNK, [len, dim]);
             let columns = Mat::new(transposed, dim, len, CHUNK);
             for (rows, products) in [(&*q, qk), (&*k, kk)].into_iter().take(1 + usize::from(is_delta)) {
                 let products = MatMut::new(products, len, len, CHUNK);

@@ -33,7 +33,18 @@ use crate::matrix::{Heads, HeadsMut};
 use crate::scratch::{self, Scratch};
 use buffers::{HeadBuffers, blocks, units, units_together};
 
-/// Inputs of both directions, checked by the caller.
+/// The elements of the operands, checked by the caller.
+pub(super) struct Operands<'a, T> {
+    pub(super) q: &'a [T],
+    pub(super) k: &'a [T],
+    pub(super) v: &'a [T],
+    pub(super) g: &'a [f32],
+    pub(super) beta: &'a [f32],
+    /// The skip connection of each value head.
+    pub(super) skip: Option<&'a [f32]>,
+}
+
+/// Inputs of both directions.
 pub(super) struct Problem<'a, T> {
     pub(super) sizes: Sizes,
     pub(super) layout: &'a LinearAttentionLayout,
@@ -51,9 +62,7 @@ impl<'a, T: Float> Problem<'a, T> {
     pub(super) fn new(
         sizes: Sizes,
         layout: &'a LinearAttentionLayout,
-        [q, k, v]: [&'a [T]; 3],
-        [g, beta]: [&'a [f32]; 2],
-        skip: Option<&'a [f32]>,
+        Operands { q, k, v, g, beta, skip }: Operands<'a, T>,
     ) -> Self {
         let keys = |elements| Heads::new(elements, sizes.seq_len, sizes.key_heads, sizes.key_dim);
         let gates = |elements| Heads::new(elements, sizes.seq_len, sizes.value_heads, 1);

@@ -32,7 +32,7 @@ pub(super) fn forward<T: Float>(
             let key = &heads.keys[value.key];
             let rows = segment.rows(chunk);
             attention(&key.qk[rows.start * CHUNK..], &value.decay[rows], a);
-            chunk_output(&problem.sizes, key, value, (segment, chunk), a, output);
+            chunk_output(&problem.sizes, key, value, segment, chunk, a, output);
             if let Some(skip) = problem.skip {
                 let rows = segment.rows(chunk);
                 add_skip(value, rows, skip[value.head], output, problem.sizes.value_dim);
@@ -59,7 +59,8 @@ fn chunk_output(
     sizes: &Sizes,
     key: &KeyHead<'_>,
     value: &ValueHead<'_>,
-    (segment, chunk): (&Segment, &Chunk),
+    segment: &Segment,
+    chunk: &Chunk,
     a: &[f32],
     output: &mut [f32],
 ) {

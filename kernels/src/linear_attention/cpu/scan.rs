@@ -158,16 +158,16 @@ impl ChunkTask<'_, '_> {
         let (len, width, dim) = (self.len(), block.columns.len(), problem.sizes.key_dim);
         let range = self.rows.start * width..self.rows.end * width;
         let (errors, updates) = (&mut block.errors[range.clone()], &mut block.updates[range]);
-        let (values, stride) = self.values(problem, &block.columns);
+        let values = problem.v.head(self.task.at, &self.chunk.tokens).columns(block.columns.clone());
         let [_, k, stored] = self.task.key.rows_of_state().map(|rows| self.matrix(rows, dim));
         match self.chunk.state {
             None => block.state.fill(0.0),
             Some(slot) => block.states[slot * dim * width..][..dim * width].copy_from_slice(block.state),
         }
         match self.chunk.state.filter(|_| problem.sizes.rule.is_delta()) {
-            None => T::widen_rows(values, stride, errors, width, [len, width]),
+            None => _ = values.gather_f32(errors),
             Some(_) => {
-                T::widen_rows(values, stride, a, width, [len, width]);
+                values.gather_f32(a);
                 let state = Mat::new(block.state, dim, width, width);
                 multiply_f32(MatMut::new(errors, len, width, width), Store::Overwrite, 1.0, k, state);
                 subtract_recalled(errors, a, &self.decays, width);
@@ -187,13 +187,6 @@ impl ChunkTask<'_, '_> {
             let state = MatMut::new(block.state, dim, width, width);
             multiply_f32(state, Store::Add, 1.0, stored.t(), Mat::new(b, len, width, width));
         }
-    }
-
-    /// The columns of the chunk's values from their first element on, and the distance between two tokens.
-    fn values<'v, T: Float>(&self, problem: &Problem<'v, T>, columns: &Range<usize>) -> (&'v [T], usize) {
-        let (data, _, [stride, _]) =
-            problem.v.head(self.task.at, &self.chunk.tokens).columns(columns.clone()).parts();
-        (data, stride)
     }
 
     fn backward(&self, sizes: &Sizes, block: &mut Block<'_>, [a, b]: [&mut [f32]; 2]) {
@@ -218,9 +211,7 @@ impl ChunkTask<'_, '_> {
         }
         if self.chunk.state.is_some() {
             self.decay(block.dstate, dim);
-            let dout = self.matrix(self.task.dout, sizes.value_dim).columns(block.columns.clone());
-            let (dout, _, [stride, _]) = dout.parts();
-            f32::widen_rows(dout, stride, a, width, [len, width]);
+            self.matrix(self.task.dout, sizes.value_dim).columns(block.columns.clone()).gather_f32(a);
             scale_rows_in_place(a, &self.decays[..len], width);
             let mut dstate = |lhs: Mat<'_>, rows: &[f32], sign| {
                 let dstate = MatMut::new(block.dstate, dim, width, width);

@@ -92,11 +92,13 @@ pub(super) fn scratch_elems(sizes: &Sizes, is_backward: bool) -> usize {
 /// Writes the output, and the states if there is memory for them.
 pub(super) fn forward(
     launcher: &Launcher,
-    (dtype, sizes): (DType, &Sizes),
+    sizes: &Sizes,
     operands: &Operands<'_>,
-    [o, scratch]: [&Tensor; 2],
+    o: &Tensor,
     states: Option<&Tensor>,
+    scratch: &Tensor,
 ) -> Result<(), DeviceError> {
+    let dtype = o.dtype();
     let output =
         Kernel::of_dtype(&LINEAR_ATTENTION_FORWARD, of_rule!(sizes, "linear_attention_output"), dtype)?;
     let again = Again::new(sizes, dtype)?;
@@ -109,10 +111,11 @@ pub(super) fn forward(
         let (outputs, inputs) = addresses.split_at(outputs.len());
         let [q, k, v, g, beta, table] = std::array::from_fn(|i| inputs[i]);
         let skip = inputs.get(6).copied().unwrap_or(Address::null(dtype));
+        let tensors = OperandsAt { q, k, v, g, beta };
         let run = Run::new(launcher, sizes, outputs[1], table, false);
         let saved = outputs.get(2).copied().unwrap_or(Address::null_output(DType::F32));
         for step in &layout.plan().steps {
-            again.launch(&run, step, [q, k, v, g, beta], [saved, Address::null(DType::F32)])?;
+            again.launch(&run, step, tensors, saved, Address::null(DType::F32))?;
             let tensors = [outputs[0], run.values, run.keys, skip, run.table, run.chunks(step)];
             // SAFETY: the tensors of the kernel. The plan's tokens, heads and slots are within the tensors.
             unsafe { run.launch(&output, run.of_chunks(step, sizes.value_heads), &tensors)? };
@@ -124,11 +127,14 @@ pub(super) fn forward(
 /// Writes the gradients.
 pub(super) fn backward(
     launcher: &Launcher,
-    (dtype, sizes): (DType, &Sizes),
+    sizes: &Sizes,
     operands: &Operands<'_>,
-    [states, dout, scratch]: [&Tensor; 3],
+    states: &Tensor,
+    dout: &Tensor,
     &Gradients { dq, dk, dv, dg, dbeta, dskip }: &Gradients<'_>,
+    scratch: &Tensor,
 ) -> Result<(), DeviceError> {
+    let dtype = dout.dtype();
     let of_dtype = |name| Kernel::of_dtype(&LINEAR_ATTENTION_BACKWARD, name, dtype);
     let output = of_dtype("linear_attention_output_backward")?;
     let chunks = of_dtype(of_rule!(sizes, "linear_attention_backward"))?;
@@ -145,10 +151,11 @@ pub(super) fn backward(
         let [q, k, v, g, beta, table, states, dout] = std::array::from_fn(|i| inputs[i]);
         let dskip = outputs.get(6).copied().unwrap_or(Address::null_output(DType::F32));
         let skip = inputs.get(8).copied().unwrap_or(Address::null(dtype));
+        let tensors = OperandsAt { q, k, v, g, beta };
         let run = Run::new(launcher, sizes, scratch, table, true);
         let Run { keys, values, key_gradients, gradients, table, .. } = run;
         for step in layout.plan().steps.iter().rev() {
-            again.launch(&run, step, [q, k, v, g, beta], [Address::null_output(DType::F32), states])?;
+            again.launch(&run, step, tensors, Address::null_output(DType::F32), states)?;
             let (of_values, of_keys) =
                 (run.of_chunks(step, sizes.value_heads), run.of_chunks(step, sizes.key_heads));
             let at = run.chunks(step);
@@ -164,6 +171,16 @@ pub(super) fn backward(
         }
         Ok(())
     })
+}
+
+/// The addresses of [`Operands`].
+#[derive(Clone, Copy)]
+struct OperandsAt {
+    q: Address,
+    k: Address,
+    v: Address,
+    g: Address,
+    beta: Address,
 }
 
 /// The kernels that compute a segment, which the backward pass does again.
@@ -191,8 +208,9 @@ impl Again {
         &self,
         run: &Run<'_>,
         step: &PlanStep,
-        [q, k, v, g, beta]: [Address; 5],
-        [saved, restored]: [Address; 2],
+        OperandsAt { q, k, v, g, beta }: OperandsAt,
+        saved: Address,
+        restored: Address,
     ) -> Result<(), DeviceError> {
         let Run { keys, values, table, sizes, .. } = *run;
         let (chunks, segments) = (run.chunks(step), run.segments(step));
