@@ -12,6 +12,21 @@ type Result<T> = std::result::Result<T, OpError>;
 /// A tensor argument with its name in the op's signature.
 pub(super) type Argument<'a> = (&'static str, &'a Tensor);
 
+/// The shape of a tensor as a matrix.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rows {
+    /// The product of the leading dimensions.
+    pub(super) count: usize,
+    /// The last dimension.
+    pub(super) width: usize,
+}
+
+impl Rows {
+    pub(super) fn dims(self) -> [usize; 2] {
+        [self.count, self.width]
+    }
+}
+
 /// One call of an op, with the op's name for errors.
 #[derive(Clone, Copy)]
 pub(super) struct ArgCheck {
@@ -23,10 +38,10 @@ impl ArgCheck {
         Self { op }
     }
 
-    /// The tensor as a matrix: (product of the leading dimensions, last dimension).
-    pub(super) fn rows(&self, (argument, tensor): Argument<'_>) -> Result<(usize, usize)> {
+    /// The shape of a tensor as a matrix.
+    pub(super) fn rows(&self, (argument, tensor): Argument<'_>) -> Result<Rows> {
         match tensor.dims() {
-            [leading @ .., last] if *last > 0 => Ok((leading.iter().product(), *last)),
+            &[ref leading @ .., width] if width > 0 => Ok(Rows { count: leading.iter().product(), width }),
             dims => Err(OpError::Dimensions {
                 op: self.op,
                 argument,
@@ -148,6 +163,14 @@ impl ArgCheck {
     /// Calls `write` with the elements of an f32 CPU tensor.
     pub(super) fn write<R>(&self, tensor: &Tensor, write: impl FnOnce(&mut [f32]) -> Result<R>) -> Result<R> {
         with_slice_mut(tensor, write).map_err(|source| OpError::Candle { op: self.op, source })?
+    }
+
+    /// Adds `sums` to a gradient in f32 on the CPU.
+    pub(super) fn add_sums(&self, gradient: &Tensor, sums: &[f64]) -> Result<()> {
+        self.write(gradient, |gradient| {
+            gradient.iter_mut().zip(sums).for_each(|(gradient, sum)| *gradient += *sum as f32);
+            Ok(())
+        })
     }
 
     /// Calls `work` with the elements of CPU tensors of one type: inputs and outputs.

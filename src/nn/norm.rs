@@ -225,7 +225,8 @@ impl Norm {
             elementwise::fill(&sums, 0.0)?;
         }
         let whole = WholeRows { width: part.width, sums: &sums };
-        rms_norm::backward_part([dy, x, rstd], gain, whole, (dx, accumulate), dweight.as_ref())?;
+        let gradients = rms_norm::Gradients { dx, accumulate_dx: accumulate, dweight: dweight.as_ref() };
+        rms_norm::backward_part(dy, x, gain, rstd, whole, &gradients)?;
         forward.recycle([sums]);
         Ok(())
     }

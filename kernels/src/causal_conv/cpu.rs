@@ -106,29 +106,30 @@ pub(super) fn forward<T: Float>(x: &[T], weights: &Weights, silu: bool, y: &mut 
         for tokens in tiles(first..first + y.len() / row, TOKENS) {
             for channels in channel_tiles(row) {
                 let tile = Tile { tokens: tokens.clone(), channels };
-                let sums = convolved(x, weights, &tile, [a, b]).1;
+                convolve_tile(x, weights, &tile, a, b);
                 if silu {
-                    apply_silu(sums);
+                    apply_silu(b);
                 }
-                tile.write(sums, y, first, row);
+                tile.write(b, y, first, row);
             }
         }
     });
 }
 
-/// The sums of a tile, and the part of x that they read: the tile and [`reached`] tokens before it.
-fn convolved<'a, T: Float>(
+/// Writes the sums of a tile. Returns the part of x that they read: the tile and [`reached`] tokens before it, copied to `x_tile`.
+fn convolve_tile<'a, T: Float>(
     x: &[T],
     weights: &Weights,
     tile: &Tile,
-    [a, b]: [&'a mut Vec<f32>; 2],
-) -> (&'a [f32], &'a mut [f32]) {
+    x_tile: &'a mut Vec<f32>,
+    sums: &mut Vec<f32>,
+) -> &'a [f32] {
     let halo = reached(weights, tile);
-    let x = tile.with_tokens_before(halo).read(x, weights.channels, a);
-    b.resize(tile.tokens.len() * tile.channels.len(), 0.0);
+    let x = tile.with_tokens_before(halo).read(x, weights.channels, x_tile);
+    sums.resize(tile.tokens.len() * tile.channels.len(), 0.0);
     let before = &weights.before[tile.tokens.clone()];
-    convolve(x, tile.channels.len(), halo, before, weights.tile(&tile.channels), b);
-    (x, b)
+    convolve(x, tile.channels.len(), halo, before, weights.tile(&tile.channels), sums);
+    x
 }
 
 /// Number of tokens before a tile that are copied with it.
@@ -183,12 +184,7 @@ pub(super) fn partials_bytes(sizes: Sizes) -> usize {
 }
 
 /// Writes dx and returns the partial gradients of the weights per block of tokens, in the order of [`Weights::tiles`].
-pub(super) fn backward<T: Float>(
-    [dy, x]: [&[T]; 2],
-    weights: &Weights,
-    silu: bool,
-    dx: &mut [T],
-) -> Vec<f32> {
+pub(super) fn backward<T: Float>(dy: &[T], x: &[T], weights: &Weights, silu: bool, dx: &mut [T]) -> Vec<f32> {
     let (row, tokens) = (weights.channels, weights.before.len());
     let rows = weight_block_tokens(tokens);
     let mut partials = vec![0.0; tokens.div_ceil(rows) * weights.tiles.len()];
@@ -200,8 +196,8 @@ pub(super) fn backward<T: Float>(
             let range = (weights.width + 1) * channels.start..(weights.width + 1) * channels.end;
             for tokens in tiles(first..first + dx.len() / row, TOKENS) {
                 let tile = Tile { tokens, channels: channels.clone() };
-                let dx_tile =
-                    backward_tile([dy, x], weights, silu, &tile, &mut partials[range.clone()], buffers);
+                let partial = &mut partials[range.clone()];
+                let dx_tile = backward_tile(dy, x, weights, silu, &tile, partial, buffers);
                 tile.write(dx_tile, dx, first, row);
             }
         }
@@ -211,19 +207,20 @@ pub(super) fn backward<T: Float>(
 
 /// Adds the gradients of a tile to those of its weights, and returns that of its inputs.
 fn backward_tile<'a, T: Float>(
-    [dy, x]: [&[T]; 2],
+    dy: &[T],
+    x: &[T],
     weights: &Weights,
     silu: bool,
     tile: &Tile,
     partial: &mut [f32],
-    [a, b, c, d]: &'a mut [Vec<f32>; 4],
+    [x_tile, dsums, dy_tile, dx]: &'a mut [Vec<f32>; 4],
 ) -> &'a [f32] {
     let (row, channels) = (weights.channels, tile.channels.len());
     // The gradient of an input is a sum over the tokens that read it, of which the last are behind the tile.
     let end = weights.before.len().min(tile.tokens.end + weights.reach());
     let longer = Tile { tokens: tile.tokens.start..end, ..tile.clone() };
-    let (x, dsums) = convolved(x, weights, &longer, [a, b]);
-    let dy = longer.read(dy, row, c);
+    let x = convolve_tile(x, weights, &longer, x_tile, dsums);
+    let dy = longer.read(dy, row, dy_tile);
     if silu {
         silu_backward(dsums, dy);
     } else {
@@ -231,9 +228,9 @@ fn backward_tile<'a, T: Float>(
     }
     let before = &weights.before[tile.tokens.clone()];
     sum_weight_gradients(x, channels, reached(weights, tile), before, dsums, partial);
-    d.resize(tile.tokens.len() * channels, 0.0);
-    correlate(dsums, channels, &weights.after[tile.tokens.clone()], weights.tile(&tile.channels), d);
-    d
+    dx.resize(tile.tokens.len() * channels, 0.0);
+    correlate(dsums, channels, &weights.after[tile.tokens.clone()], weights.tile(&tile.channels), dx);
+    dx
 }
 
 simd_kernel! {

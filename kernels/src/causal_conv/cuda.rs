@@ -1,6 +1,6 @@
 //! The launches of `cuda/causal_conv.cu`.
 
-use super::{Filter, Sizes};
+use super::{Filter, Gradients, Sizes};
 use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, sources::CAUSAL_CONV};
 use crate::elementwise::add_blocks;
 use candle_core::{DType, Tensor};
@@ -16,13 +16,15 @@ fn grid(sizes: Sizes) -> Grid {
 
 pub(super) fn forward(
     launcher: &Launcher,
-    (dtype, sizes): (DType, Sizes),
+    sizes: Sizes,
     filter: &Filter<'_>,
-    [x, y]: [&Tensor; 2],
+    x: &Tensor,
+    y: &Tensor,
 ) -> Result<(), DeviceError> {
     if sizes.is_empty() {
         return Ok(());
     }
+    let dtype = x.dtype();
     let kernel = Kernel::of_dtype(&CAUSAL_CONV, "causal_conv_forward", dtype)?;
     let before = filter.documents.tokens_before(x.device())?;
     let inputs: Vec<_> = [x, filter.weight, &before].into_iter().chain(filter.bias).collect();
@@ -37,18 +39,19 @@ pub(super) fn forward(
     })
 }
 
-/// Sums blocks of tokens, then the blocks, both in order. `sums` are the gradients of weight and bias.
+/// Sums blocks of tokens, then the blocks, both in order.
 pub(super) fn backward(
     launcher: &Launcher,
-    (dtype, sizes): (DType, Sizes),
+    sizes: Sizes,
     filter: &Filter<'_>,
-    [dy, x, dx]: [&Tensor; 3],
-    [dweight, dbias]: [Option<&Tensor>; 2],
+    dy: &Tensor,
+    x: &Tensor,
+    &Gradients { dx, dweight, dbias }: &Gradients<'_>,
 ) -> Result<(), DeviceError> {
     if sizes.is_empty() {
         return Ok(());
     }
-    let Sizes { tokens, channels, width } = sizes;
+    let (dtype, Sizes { tokens, channels, width }) = (x.dtype(), sizes);
     let kernel = Kernel::of_dtype(&CAUSAL_CONV, "causal_conv_backward", dtype)?;
     let partial =
         crate::tensor::empty((tokens.div_ceil(TOKENS), (width + 1) * channels), DType::F32, x.device())?;

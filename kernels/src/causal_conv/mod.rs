@@ -10,7 +10,7 @@ pub mod reference;
 #[cfg(test)]
 mod tests;
 
-use super::arg_check::ArgCheck;
+use super::arg_check::{ArgCheck, Rows};
 use super::cast::with_element_type;
 use super::{Documents, OpError};
 use crate::device::{Arg, Target};
@@ -58,7 +58,7 @@ pub fn forward(x: &Tensor, filter: &Filter<'_>, y: &Tensor) -> Result<(), OpErro
             cpu.alloc_temporary(sizes.weights_bytes());
             Ok(())
         }
-        Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, (dtype, sizes), filter, [x, y])),
+        Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, sizes, filter, x, y)),
     }
 }
 
@@ -81,54 +81,53 @@ pub fn backward<'a, 'b>(
     dweight: impl Into<Option<&'a Tensor>>,
     dbias: impl Into<Option<&'b Tensor>>,
 ) -> Result<(), OpError> {
-    let (dweight, dbias) = (dweight.into(), dbias.into());
+    let gradients = Gradients { dx, dweight: dweight.into(), dbias: dbias.into() };
     let call = ArgCheck::new("causal_conv::backward");
     let sizes = Sizes::check(call, x, filter)?;
     let Sizes { tokens, channels, width } = sizes;
     call.expect(("dy", dy), &[tokens, channels])?;
     call.expect(("dx", dx), &[tokens, channels])?;
-    let dweight_argument = dweight.map(|dweight| ("dweight", dweight));
-    let dbias_argument = dbias.map(|dbias| ("dbias", dbias));
-    dweight_argument.map_or(Ok(()), |argument| call.expect(argument, &[channels, width]))?;
-    dbias_argument.map_or(Ok(()), |argument| call.expect(argument, &[channels]))?;
+    let dweight = gradients.dweight.map(|dweight| ("dweight", dweight));
+    let dbias = gradients.dbias.map(|dbias| ("dbias", dbias));
+    dweight.map_or(Ok(()), |argument| call.expect(argument, &[channels, width]))?;
+    dbias.map_or(Ok(()), |argument| call.expect(argument, &[channels]))?;
     let inputs: Vec<_> = [("dy", dy), ("x", x)].into_iter().chain(filter.named()).collect();
-    let outputs: Vec<_> = [("dx", dx)].into_iter().chain(dweight_argument).collect();
+    let outputs: Vec<_> = [("dx", dx)].into_iter().chain(dweight).collect();
     let target = call.elementwise(&outputs, &inputs)?;
     // Apart from dweight, which may be part of the same flat gradient.
-    if let Some(dbias) = dbias_argument {
+    if let Some(dbias) = dbias {
         call.target(&[dbias], &[&inputs[..], &[("dx", dx)]].concat())?;
     }
-    let sums: Vec<_> = dweight_argument.into_iter().chain(dbias_argument).collect();
+    let sums: Vec<_> = dweight.into_iter().chain(dbias).collect();
     let dtype = call.element_type(&[&inputs[..], &[("dx", dx)]].concat(), &sums)?;
     match target {
         Target::Cpu => {
             let weights = filter.weights(call, sizes)?;
             let mut partials = Vec::new();
             with_element_type!(dtype, T => call.on_cpu([dy, x], [dx], |[dy, x], [dx]| {
-                partials = cpu::backward::<T>([dy, x], &weights, filter.silu, dx);
+                partials = cpu::backward::<T>(dy, x, &weights, filter.silu, dx);
             }))?;
             drop(weights);
             let sums = cpu::sum_partials(&partials, sizes);
-            let add = |to: Option<&Tensor>, sums: &[f64]| {
-                to.map_or(Ok(()), |to| {
-                    call.write(to, |to| {
-                        to.iter_mut().zip(sums).for_each(|(to, sum)| *to += *sum as f32);
-                        Ok(())
-                    })
-                })
-            };
-            add(dweight, &sums.weight)?;
-            add(dbias, &sums.bias)
+            gradients.dweight.map_or(Ok(()), |dweight| call.add_sums(dweight, &sums.weight))?;
+            gradients.dbias.map_or(Ok(()), |dbias| call.add_sums(dbias, &sums.bias))
         }
         Target::Dry(cpu) => {
             cpu.alloc_temporary(sizes.weights_bytes() + cpu::partials_bytes(sizes));
             Ok(())
         }
         Target::Kernels(launcher) => {
-            let sums = [dweight, dbias];
-            call.kernels(cuda::backward(&launcher, (dtype, sizes), filter, [dy, x, dx], sums))
+            call.kernels(cuda::backward(&launcher, sizes, filter, dy, x, &gradients))
         }
     }
+}
+
+/// Outputs of the backward pass.
+#[derive(Clone, Copy)]
+struct Gradients<'a> {
+    dx: &'a Tensor,
+    dweight: Option<&'a Tensor>,
+    dbias: Option<&'a Tensor>,
 }
 
 impl Filter<'_> {
@@ -153,8 +152,8 @@ struct Sizes {
 
 impl Sizes {
     fn check(call: ArgCheck, x: &Tensor, filter: &Filter<'_>) -> Result<Self, OpError> {
-        let (tokens, channels) = call.rows(("x", x))?;
-        let (_, width) = call.rows(("weight", filter.weight))?;
+        let Rows { count: tokens, width: channels } = call.rows(("x", x))?;
+        let width = call.rows(("weight", filter.weight))?.width;
         call.expect(("weight", filter.weight), &[channels, width])?;
         call.expect_value("weight", width as f64, width <= MAX_WIDTH, "at most 8 taps per channel")?;
         filter.bias.map_or(Ok(()), |bias| call.expect(("bias", bias), &[channels]))?;

@@ -21,33 +21,32 @@ pub(super) struct Inputs<'a, T> {
 }
 
 impl<T: Float> Inputs<'_, T> {
-    /// The projections of a block of tokens.
-    fn block(&self, tokens: &Range<usize>) -> (Vec<f32>, Option<Vec<f32>>) {
-        let of = |elements: &[T], width: usize| widen(&elements[tokens.start * width..tokens.end * width]);
-        (of(self.a, self.dt_bias.len()), self.b.map(|b| of(b, self.a_log.len())))
-    }
-
     /// The decay per unit of time of each column.
     fn rates(&self) -> Vec<f64> {
         let of_head = |a_log: &f32| std::iter::repeat_n(f64::from(*a_log).exp(), self.channels);
         self.a_log.iter().flat_map(of_head).collect()
     }
 
-    /// The time step of a column before softplus, and after it, within the limits.
-    fn times(&self, a: f32, column: usize) -> (f64, f64) {
-        let time = f64::from(a) + f64::from(self.dt_bias[column]);
-        (time, softplus(time).clamp(self.limits[0], self.limits[1]))
+    /// The time of a column before softplus.
+    fn time(&self, a: f32, column: usize) -> f64 {
+        f64::from(a) + f64::from(self.dt_bias[column])
+    }
+
+    /// The time step, within the limits.
+    fn step(&self, time: f64) -> f64 {
+        softplus(time).clamp(self.limits[0], self.limits[1])
     }
 }
 
-pub(super) fn forward<T: Float>(inputs: &Inputs<'_, T>, [g, beta]: [&mut [f32]; 2]) {
+pub(super) fn forward<T: Float>(inputs: &Inputs<'_, T>, g: &mut [f32], beta: &mut [f32]) {
     let (heads, rates) = (inputs.a_log.len(), inputs.rates());
     let blocks = (g.par_chunks_mut(size(rates.len())), beta.par_chunks_mut(size(heads))).into_par_iter();
     blocks.enumerate().for_each(|(block, (g, beta))| {
-        let (a, b) = inputs.block(&(block * BLOCK..block * BLOCK + beta.len() / heads));
+        let tokens = block * BLOCK..block * BLOCK + beta.len() / heads;
+        let (a, b) = (widen(inputs.a, &tokens, rates.len()), inputs.b.map(|b| widen(b, &tokens, heads)));
         for (index, g) in g.iter_mut().enumerate() {
             let column = index % rates.len();
-            let (_, step) = inputs.times(a[index], column);
+            let step = inputs.step(inputs.time(a[index], column));
             *g = (-rates[column] * step) as f32;
             if b.is_none() {
                 beta[index] = step as f32;
@@ -62,7 +61,8 @@ pub(super) fn forward<T: Float>(inputs: &Inputs<'_, T>, [g, beta]: [&mut [f32]; 
 /// Writes da, and db if there is one. Returns for each block of tokens the sums of `da_log` and of `ddt_bias`.
 pub(super) fn backward<T: Float>(
     inputs: &Inputs<'_, T>,
-    [dg, dbeta]: [&[f32]; 2],
+    dg: &[f32],
+    dbeta: &[f32],
     da: &mut [T],
     db: Option<&mut [T]>,
 ) -> Vec<f64> {
@@ -79,12 +79,13 @@ pub(super) fn backward<T: Float>(
     blocks.enumerate().for_each(|(block, (da, db, partial))| {
         let (sum_a_log, sum_dt_bias) = partial.split_at_mut(heads);
         let tokens = block * BLOCK..block * BLOCK + da.len() / rates.len();
-        let (a, b) = inputs.block(&tokens);
+        let (a, b) = (widen(inputs.a, &tokens, rates.len()), inputs.b.map(|b| widen(b, &tokens, heads)));
         let (dg, dbeta) = (&dg[block * size_of_block..], &dbeta[tokens.start * heads..]);
         let mut gradients = vec![0.0; da.len()];
         for (index, a) in a.iter().enumerate() {
             let column = index % rates.len();
-            let (time, step) = inputs.times(*a, column);
+            let time = inputs.time(*a, column);
+            let step = inputs.step(time);
             let of_decay = f64::from(dg[index]) * -rates[column];
             let of_step = if b.is_some() { of_decay } else { of_decay + f64::from(dbeta[index]) };
             // As PyTorch's clamp: no gradient outside the limits.
@@ -105,8 +106,9 @@ pub(super) fn backward<T: Float>(
     partials
 }
 
-/// The sums of `da_log` and of `ddt_bias`, of so many elements, over the blocks, in order.
-pub(super) fn sum_partials(partials: &[f64], [heads, columns]: [usize; 2]) -> [Vec<f64>; 2] {
+/// The sums of `da_log` and of `ddt_bias` over the blocks, in order.
+pub(super) fn sum_partials(partials: &[f64], dims: Dims) -> [Vec<f64>; 2] {
+    let (heads, columns) = (dims.heads, dims.columns());
     let mut sums = [vec![0.0; heads], vec![0.0; columns]];
     for partial in partials.chunks_exact((heads + columns).max(1)) {
         let (of_a_log, of_dt_bias) = partial.split_at(heads);
@@ -127,7 +129,9 @@ fn size(columns: usize) -> usize {
     (BLOCK * columns).max(1)
 }
 
-fn widen<T: Float>(elements: &[T]) -> Vec<f32> {
+/// Some tokens of a projection `[n, width]`.
+fn widen<T: Float>(projection: &[T], tokens: &Range<usize>, width: usize) -> Vec<f32> {
+    let elements = &projection[tokens.start * width..tokens.end * width];
     let mut wide = vec![0.0; elements.len()];
     convert(elements, &mut wide);
     wide

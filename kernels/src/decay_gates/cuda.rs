@@ -13,15 +13,17 @@ const HEADS: usize = Grid::THREADS as usize / 32;
 
 pub(super) fn forward(
     launcher: &Launcher,
-    (dtype, dims): (DType, Dims),
+    dims: Dims,
     operands: &Operands<'_>,
-    outputs: [&Tensor; 2],
+    g: &Tensor,
+    beta: &Tensor,
 ) -> Result<(), DeviceError> {
-    let kernel = Kernel::of_dtype(&DECAY_GATES, "decay_gates_forward", dtype)?;
     let (Operands { a, a_log, dt_bias, .. }, limits) =
         (*operands, operands.limits().map(|limit| limit as f32));
+    let dtype = a.dtype();
+    let kernel = Kernel::of_dtype(&DECAY_GATES, "decay_gates_forward", dtype)?;
     let inputs: Vec<_> = [a, a_log, dt_bias].into_iter().chain(operands.b()).collect();
-    launcher.open_slices(&outputs, &inputs, |addresses| {
+    launcher.open_slices(&[g, beta], &inputs, |addresses| {
         let [g, beta, a, a_log, dt_bias] = std::array::from_fn(|i| addresses[i]);
         let b = addresses.get(5).copied().unwrap_or(Address::null(dtype));
         let size = dims.tokens * dims.columns();
@@ -35,15 +37,17 @@ pub(super) fn forward(
 /// Sums blocks of tokens, then the blocks, both in order.
 pub(super) fn backward(
     launcher: &Launcher,
-    (dtype, dims): (DType, Dims),
+    dims: Dims,
     operands: &Operands<'_>,
-    [dg, dbeta]: [&Tensor; 2],
+    dg: &Tensor,
+    dbeta: &Tensor,
     &Gradients { da, db, da_log, ddt_bias }: &Gradients<'_>,
 ) -> Result<(), DeviceError> {
     let Dims { tokens, heads, .. } = dims;
     if tokens * heads == 0 {
         return Ok(());
     }
+    let dtype = operands.a.dtype();
     let kernel = Kernel::of_dtype(&DECAY_GATES, "decay_gates_backward", dtype)?;
     let blocks = tokens.div_ceil(TOKENS);
     let partial = crate::tensor::empty((blocks, heads + dims.columns()), DType::F32, da.device())?;

@@ -10,7 +10,7 @@ pub mod reference;
 mod tests;
 
 use super::OpError;
-use super::arg_check::{ArgCheck, Argument};
+use super::arg_check::{ArgCheck, Argument, Rows};
 use super::cast::{Float, with_element_type};
 use crate::device::Target;
 use candle_core::Tensor;
@@ -65,22 +65,20 @@ pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(),
     let call = ArgCheck::new("decay_gates::forward");
     let dims = operands.check(call)?;
     let outputs = [("g", g), ("beta", beta)];
-    call.expect(outputs[0], &dims.decays())?;
-    call.expect(outputs[1], &dims.rates())?;
+    call.expect(("g", g), &dims.decays())?;
+    call.expect(("beta", beta), &dims.rates())?;
     let target = call.elementwise(&outputs, &operands.named())?;
     let dtype = call.element_type(&operands.named(), &outputs)?;
     match target {
         Target::Cpu => {
             let (a_log, dt_bias) = (call.read(operands.a_log)?, call.read(operands.dt_bias)?);
             with_element_type!(dtype, T => operands.on_cpu(call, [], |[a, b]: [&[T]; 2], []| {
-                let inputs = operands.inputs([a, b], [&a_log, &dt_bias]);
-                call.on_cpu([], [g, beta], |[], outputs| cpu::forward(&inputs, outputs))
+                let inputs = operands.inputs(a, b, &a_log, &dt_bias);
+                call.on_cpu([], [g, beta], |[], [g, beta]| cpu::forward(&inputs, g, beta))
             })?)
         }
         Target::Dry(_) => Ok(()),
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::forward(&launcher, (dtype, dims), operands, [g, beta]))
-        }
+        Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, dims, operands, g, beta)),
     }
 }
 
@@ -93,7 +91,8 @@ pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(),
 /// As [`forward`].
 pub fn backward(
     operands: &Operands<'_>,
-    [dg, dbeta]: [&Tensor; 2],
+    dg: &Tensor,
+    dbeta: &Tensor,
     gradients: &Gradients<'_>,
 ) -> Result<(), OpError> {
     let call = ArgCheck::new("decay_gates::backward");
@@ -102,11 +101,10 @@ pub fn backward(
     let db = db.filter(|_| operands.b().is_some());
     let upstream = [("dg", dg), ("dbeta", dbeta)];
     let outputs: Vec<_> = [("da", da)].into_iter().chain(db.map(|db| ("db", db))).collect();
-    [upstream[0], outputs[0]].into_iter().try_for_each(|argument| call.expect(argument, &dims.decays()))?;
-    upstream[1..]
-        .iter()
-        .chain(&outputs[1..])
-        .try_for_each(|argument| call.expect(*argument, &dims.rates()))?;
+    call.expect(("dg", dg), &dims.decays())?;
+    call.expect(("da", da), &dims.decays())?;
+    call.expect(("dbeta", dbeta), &dims.rates())?;
+    db.map_or(Ok(()), |db| call.expect(("db", db), &dims.rates()))?;
     let sums = [da_log.map(|sum| ("da_log", sum)), ddt_bias.map(|sum| ("ddt_bias", sum))];
     let inputs = [&operands.named()[..], &upstream].concat();
     let target = call.elementwise(&outputs, &inputs)?;
@@ -123,25 +121,20 @@ pub fn backward(
         Target::Cpu => {
             let (a_log, dt_bias) = (call.read(operands.a_log)?, call.read(operands.dt_bias)?);
             let (dg, dbeta) = (call.read(dg)?, call.read(dbeta)?);
-            let (parameters, upstream): ([&[f32]; 2], [&[f32]; 2]) = ([&a_log, &dt_bias], [&dg, &dbeta]);
             let mut partials = Vec::new();
             with_element_type!(dtype, T => match db {
-                Some(db) => operands.on_cpu(call, [da, db], |inputs: [&[T]; 2], [da, db]| {
-                    partials = cpu::backward(&operands.inputs(inputs, parameters), upstream, da, Some(db));
+                Some(db) => operands.on_cpu(call, [da, db], |[a, b]: [&[T]; 2], [da, db]| {
+                    let inputs = operands.inputs(a, b, &a_log, &dt_bias);
+                    partials = cpu::backward(&inputs, &dg, &dbeta, da, Some(db));
                 }),
-                None => operands.on_cpu(call, [da], |inputs: [&[T]; 2], [da]| {
-                    partials = cpu::backward(&operands.inputs(inputs, parameters), upstream, da, None);
+                None => operands.on_cpu(call, [da], |[a, b]: [&[T]; 2], [da]| {
+                    let inputs = operands.inputs(a, b, &a_log, &dt_bias);
+                    partials = cpu::backward(&inputs, &dg, &dbeta, da, None);
                 }),
             })?;
-            let sums = cpu::sum_partials(&partials, [dims.heads, dims.columns()]);
-            for (target, sums) in [da_log, ddt_bias].into_iter().zip(sums) {
-                let Some(target) = target else { continue };
-                call.write(target, |target| {
-                    target.iter_mut().zip(sums).for_each(|(target, sum)| *target += sum as f32);
-                    Ok(())
-                })?;
-            }
-            Ok(())
+            let [of_a_log, of_dt_bias] = cpu::sum_partials(&partials, dims);
+            da_log.map_or(Ok(()), |da_log| call.add_sums(da_log, &of_a_log))?;
+            ddt_bias.map_or(Ok(()), |ddt_bias| call.add_sums(ddt_bias, &of_dt_bias))
         }
         Target::Dry(cpu) => {
             cpu.alloc_temporary(cpu::partials_bytes(dims));
@@ -149,7 +142,7 @@ pub fn backward(
         }
         Target::Kernels(launcher) => {
             let gradients = Gradients { db, ..*gradients };
-            call.kernels(cuda::backward(&launcher, (dtype, dims), operands, [dg, dbeta], &gradients))
+            call.kernels(cuda::backward(&launcher, dims, operands, dg, dbeta, &gradients))
         }
     }
 }
@@ -177,7 +170,13 @@ impl<'a> Operands<'a> {
         call.on_cpu([self.a, self.b().unwrap_or(self.a)], outputs, work)
     }
 
-    fn inputs<'b, T>(&self, [a, b]: [&'b [T]; 2], [a_log, dt_bias]: [&'b [f32]; 2]) -> cpu::Inputs<'b, T> {
+    fn inputs<'b, T>(
+        &self,
+        a: &'b [T],
+        b: &'b [T],
+        a_log: &'b [f32],
+        dt_bias: &'b [f32],
+    ) -> cpu::Inputs<'b, T> {
         let channels = dt_bias.len() / a_log.len().max(1);
         cpu::Inputs { a, b: self.b().map(|_| b), limits: self.limits(), a_log, dt_bias, channels }
     }
@@ -192,9 +191,9 @@ impl<'a> Operands<'a> {
 
     /// Checks the shapes against each other.
     fn check(&self, call: ArgCheck) -> Result<Dims, OpError> {
-        let (tokens, columns) = call.rows(("a", self.a))?;
+        let Rows { count: tokens, width: columns } = call.rows(("a", self.a))?;
         let heads = match self.b() {
-            Some(b) => call.rows(("b", b))?.1,
+            Some(b) => call.rows(("b", b))?.width,
             None => columns,
         };
         // So a difference is one of `a_log`.

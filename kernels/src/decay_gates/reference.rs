@@ -11,9 +11,11 @@ pub fn time_steps(a: &[f64], dt_bias: &[f64], limits: [f64; 2]) -> Vec<f64> {
 #[must_use]
 pub fn time_steps_backward(
     a: &[f64],
-    [a_log, dt_bias]: [&[f64]; 2],
+    a_log: &[f64],
+    dt_bias: &[f64],
     limits: [f64; 2],
-    [dg, dbeta]: [&[f64]; 2],
+    dg: &[f64],
+    dbeta: &[f64],
 ) -> [Vec<f64>; 3] {
     let heads = a_log.len();
     let steps = time_steps(a, dt_bias, limits);
@@ -32,7 +34,7 @@ pub fn time_steps_backward(
 
 /// (g, beta) of projections `[n, H·C]` and `[n, H]`.
 #[must_use]
-pub fn forward([a, b]: [&[f64]; 2], [a_log, dt_bias]: [&[f64]; 2]) -> [Vec<f64>; 2] {
+pub fn forward(a: &[f64], b: &[f64], a_log: &[f64], dt_bias: &[f64]) -> [Vec<f64>; 2] {
     let g = |(i, a): (usize, &f64)| {
         let column = i % dt_bias.len();
         -rate(a_log, dt_bias, column) * (1.0 + (a + dt_bias[column]).exp()).ln()
@@ -44,12 +46,15 @@ pub fn forward([a, b]: [&[f64]; 2], [a_log, dt_bias]: [&[f64]; 2]) -> [Vec<f64>;
 /// (da, db, da_log, ddt_bias) for the upstream gradients dg and dbeta.
 #[must_use]
 pub fn backward(
-    [a, b]: [&[f64]; 2],
-    [a_log, dt_bias]: [&[f64]; 2],
-    [dg, dbeta]: [&[f64]; 2],
+    a: &[f64],
+    b: &[f64],
+    a_log: &[f64],
+    dt_bias: &[f64],
+    dg: &[f64],
+    dbeta: &[f64],
 ) -> [Vec<f64>; 4] {
     let (heads, columns) = (a_log.len(), dt_bias.len());
-    let [g, beta] = forward([a, b], [a_log, dt_bias]);
+    let [g, beta] = forward(a, b, a_log, dt_bias);
     let (mut da, mut da_log, mut ddt_bias) = (Vec::new(), vec![0.0; heads], vec![0.0; columns]);
     for i in 0..a.len() {
         let column = i % columns;

@@ -52,23 +52,22 @@ impl Problem {
         let [da_log, ddt_bias] = [a_log, dt_bias].map(ones);
         let db = operands.b().map(|_| &db);
         let gradients = Gradients { da: &da, db, da_log: Some(&da_log), ddt_bias: Some(&ddt_bias) };
-        backward(&operands, [dg, dbeta], &gradients).unwrap();
+        backward(&operands, dg, dbeta, &gradients).unwrap();
         [&g, &beta, &da, &da_log, &ddt_bias].into_iter().chain(db).map(read).collect()
     }
 
     /// The same of the reference.
     fn expected(&self, dtype: DType, limits: Option<[f64; 2]>) -> Vec<Vec<f64>> {
         let [a, b, a_log, dt_bias, dg, dbeta] = &self.f64s(dtype);
-        let (parameters, upstream): ([&[f64]; 2], [&[f64]; 2]) = ([a_log, dt_bias], [dg, dbeta]);
         let (gates, [da, da_log, ddt_bias], db) = match limits {
             None => {
-                let [da, db, da_log, ddt_bias] = reference::backward([a, b], parameters, upstream);
-                (reference::forward([a, b], parameters), [da, da_log, ddt_bias], Some(db))
+                let [da, db, da_log, ddt_bias] = reference::backward(a, b, a_log, dt_bias, dg, dbeta);
+                (reference::forward(a, b, a_log, dt_bias), [da, da_log, ddt_bias], Some(db))
             }
             Some(limits) => {
                 let steps = reference::time_steps(a, dt_bias, limits);
                 let decay = |(i, step): (usize, &f64)| -a_log[i % self.heads].exp() * step;
-                let gradients = reference::time_steps_backward(a, parameters, limits, upstream);
+                let gradients = reference::time_steps_backward(a, a_log, dt_bias, limits, dg, dbeta);
                 ([steps.iter().enumerate().map(decay).collect(), steps], gradients, None)
             }
         };
@@ -115,7 +114,7 @@ fn the_reference_gradients_of_time_steps_are_the_derivatives() {
         let decays: Vec<_> = steps.iter().enumerate().map(|(i, step)| -a_log[i % 3].exp() * step).collect();
         weighted_sum(&decays, dg) + weighted_sum(&steps, dbeta)
     };
-    let [da, da_log, ddt_bias] = reference::time_steps_backward(a, [a_log, dt_bias], LIMITS, [dg, dbeta]);
+    let [da, da_log, ddt_bias] = reference::time_steps_backward(a, a_log, dt_bias, LIMITS, dg, dbeta);
     assert_gradient("da", |a| loss(a, a_log, dt_bias), a, &da);
     assert_gradient("da_log", |a_log| loss(a, a_log, dt_bias), a_log, &da_log);
     assert_gradient("ddt_bias", |dt_bias| loss(a, a_log, dt_bias), dt_bias, &ddt_bias);
@@ -124,9 +123,9 @@ fn the_reference_gradients_of_time_steps_are_the_derivatives() {
 #[test]
 fn the_reference_gradients_are_the_derivatives_of_the_forward() {
     let [a, b, a_log, dt_bias, dg, dbeta] = &Problem::of_channels(4, 3, 2).f64s(DType::F32);
-    let [da, db, da_log, ddt_bias] = reference::backward([a, b], [a_log, dt_bias], [dg, dbeta]);
+    let [da, db, da_log, ddt_bias] = reference::backward(a, b, a_log, dt_bias, dg, dbeta);
     let loss = |a: &[f64], b: &[f64], a_log: &[f64], dt_bias: &[f64]| {
-        let [g, beta] = reference::forward([a, b], [a_log, dt_bias]);
+        let [g, beta] = reference::forward(a, b, a_log, dt_bias);
         weighted_sum(&g, dg) + weighted_sum(&beta, dbeta)
     };
     assert_gradient("da", |a| loss(a, b, a_log, dt_bias), a, &da);

@@ -1,6 +1,7 @@
 //! The launches of `cuda/embedding.cu`.
 
 use super::ids::{DeviceIds, Ids};
+use crate::arg_check::Rows;
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::EMBEDDING};
 use candle_core::{DType, Tensor};
 
@@ -8,34 +9,34 @@ use candle_core::{DType, Tensor};
 const COLUMNS: usize = 512;
 const COLUMN_THREADS: u32 = 128;
 
-/// Copies the rows of `weight` that the first `rows` elements of `ids` name.
+/// Copies the rows of `weight` that the first of `ids` name, to as many `rows`.
 pub(super) fn copy_rows(
     launcher: &Launcher,
-    dtype: DType,
-    (ids, rows): (&Tensor, usize),
-    [weight, y]: [&Tensor; 2],
-    d: usize,
+    ids: &Tensor,
+    Rows { count, width }: Rows,
+    weight: &Tensor,
+    y: &Tensor,
 ) -> Result<(), DeviceError> {
-    let kernel = Kernel::of_dtype(&EMBEDDING, "embedding_forward", dtype)?;
+    let kernel = Kernel::of_dtype(&EMBEDDING, "embedding_forward", weight.dtype())?;
     launcher.open([y], [weight, ids], |[y], [weight, ids]| {
-        let args = [y.into(), weight.into(), ids.into(), (rows as u64).into(), (d as u32).into()];
-        // SAFETY: `y` has `rows` rows of d elements, and all of the `rows` ids are rows of `weight` or elsewhere.
-        unsafe { launcher.launch(&kernel, Grid::threads(rows * 32), &args) }
+        let args = [y.into(), weight.into(), ids.into(), (count as u64).into(), (width as u32).into()];
+        // SAFETY: `y` has `count` rows of `width` elements, and the first `count` ids are rows of `weight` or elsewhere.
+        unsafe { launcher.launch(&kernel, Grid::threads(count * 32), &args) }
     })
 }
 
-/// Sums in the order of the [plan](super::plan::Plan). `[dy, dweight]` have rows of `d` elements.
+/// Sums in the order of the [plan](super::plan::Plan). Rows have `d` elements.
 pub(super) fn backward(
     launcher: &Launcher,
-    dtype: DType,
     ids: &Ids,
-    [dy, dweight]: [&Tensor; 2],
+    dy: &Tensor,
+    dweight: &Tensor,
     d: usize,
 ) -> Result<(), DeviceError> {
     if ids.is_empty() {
         return Ok(());
     }
-    let add_segments = Kernel::of_dtype(&EMBEDDING, "embedding_add_segments", dtype)?;
+    let add_segments = Kernel::of_dtype(&EMBEDDING, "embedding_add_segments", dy.dtype())?;
     let add_partials = Kernel::new(&EMBEDDING, "embedding_add_partials");
     let plan = ids.on(dy.device())?;
     let DeviceIds { tokens_at, segments_at, sums_at, .. } = plan;

@@ -11,7 +11,7 @@ mod tests;
 
 pub use ids::Ids;
 
-use super::arg_check::{ArgCheck, Argument};
+use super::arg_check::{self, ArgCheck, Argument};
 use super::cast::with_element_type;
 use super::{OpError, TokenTable};
 use crate::device::{Target, dry};
@@ -48,7 +48,7 @@ pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
 /// As [`forward`].
 pub fn gather(rows: &Rows, x: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("embedding::gather");
-    check_ids(call, rows, call.rows(("x", x))?.0)?;
+    check_ids(call, rows, call.rows(("x", x))?.count)?;
     copy_rows(call, rows, |device| rows.on(device), ("x", x), y)
 }
 
@@ -60,7 +60,7 @@ fn copy_rows(
     from: Argument<'_>,
     y: &Tensor,
 ) -> Result<(), OpError> {
-    let (_, d) = call.rows(from)?;
+    let d = call.rows(from)?.width;
     call.expect(("y", y), &[ids.len(), d])?;
     // Reads as many elements as it writes.
     dry::report_elementwise([y, y]);
@@ -75,7 +75,8 @@ fn copy_rows(
         Target::Kernels(_) if ids.is_empty() => Ok(()),
         Target::Kernels(launcher) => {
             let on_device = ids_on(y.device()).map_err(|source| OpError::Candle { op: call.op, source })?;
-            call.kernels(cuda::copy_rows(&launcher, dtype, (&on_device, ids.len()), [from, y], d))
+            let rows = arg_check::Rows { count: ids.len(), width: d };
+            call.kernels(cuda::copy_rows(&launcher, &on_device, rows, from, y))
         }
     }
 }
@@ -90,7 +91,7 @@ fn copy_rows(
 /// As [`forward`].
 pub fn backward(ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("embedding::backward");
-    let (_, d) = call.rows(("dweight", dweight))?;
+    let d = call.rows(("dweight", dweight))?.width;
     call.expect(("dy", dy), &[ids.len(), d])?;
     check_rows(call, ids, ("dweight", dweight))?;
     dry::report_elementwise([dy, dy, dy]);
@@ -103,14 +104,14 @@ pub fn backward(ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), OpError>
             })
         }),
         Target::Dry(_) => Ok(()),
-        Target::Kernels(launcher) => call.kernels(cuda::backward(&launcher, dtype, ids, [dy, dweight], d)),
+        Target::Kernels(launcher) => call.kernels(cuda::backward(&launcher, ids, dy, dweight, d)),
     }
 }
 
 /// Checks that ids are rows of a table, or elsewhere.
 fn check_rows(call: ArgCheck, ids: &Ids, table: Argument<'_>) -> Result<(), OpError> {
     let is_row = |id: &u32| !ids.is_slice || *id != ELSEWHERE;
-    check_each(call, ids.iter().copied().enumerate().filter(|(_, id)| is_row(id)), call.rows(table)?.0)
+    check_each(call, ids.iter().copied().enumerate().filter(|(_, id)| is_row(id)), call.rows(table)?.count)
 }
 
 fn check_ids(call: ArgCheck, ids: &[u32], vocab_size: usize) -> Result<(), OpError> {

@@ -69,8 +69,11 @@ fn forward_piece<S: Isa, A: Activate>(gate: &[f32], up: &[f32], y: &mut [f32]) {
 
 pub(super) fn backward<T: Pieces>(
     activation: Activation,
-    [dy, gate, up]: [&[T]; 3],
-    [dgate, dup]: [&mut [T]; 2],
+    dy: &[T],
+    gate: &[T],
+    up: &[T],
+    dgate: &mut [T],
+    dup: &mut [T],
 ) {
     let block = rows_per_block(dy.len(), 1);
     let inputs = (dy.par_chunks(block), gate.par_chunks(block), up.par_chunks(block));

@@ -2,12 +2,14 @@
 
 use super::Activation;
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::GLU};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 pub(super) fn forward(
     launcher: &Launcher,
-    (activation, dtype): (Activation, DType),
-    [gate, up, y]: [&Tensor; 3],
+    activation: Activation,
+    gate: &Tensor,
+    up: &Tensor,
+    y: &Tensor,
 ) -> Result<(), DeviceError> {
     let name = match activation {
         Activation::Silu => "swiglu_forward",
@@ -17,7 +19,7 @@ pub(super) fn forward(
         Activation::Sigmoid => "glu_forward",
         Activation::Identity => "bilinear_forward",
     };
-    let kernel = Kernel::of_dtype(&GLU, name, dtype)?;
+    let kernel = Kernel::of_dtype(&GLU, name, gate.dtype())?;
     let size = y.elem_count();
     launcher.open([y], [gate, up], |[y], [gate, up]| {
         let args = [y.into(), gate.into(), up.into(), (size as u64).into()];
@@ -28,9 +30,12 @@ pub(super) fn forward(
 
 pub(super) fn backward(
     launcher: &Launcher,
-    (activation, dtype): (Activation, DType),
-    [dy, gate, up]: [&Tensor; 3],
-    [dgate, dup]: [&Tensor; 2],
+    activation: Activation,
+    dy: &Tensor,
+    gate: &Tensor,
+    up: &Tensor,
+    dgate: &Tensor,
+    dup: &Tensor,
 ) -> Result<(), DeviceError> {
     let name = match activation {
         Activation::Silu => "swiglu_backward",
@@ -40,7 +45,7 @@ pub(super) fn backward(
         Activation::Sigmoid => "glu_backward",
         Activation::Identity => "bilinear_backward",
     };
-    let kernel = Kernel::of_dtype(&GLU, name, dtype)?;
+    let kernel = Kernel::of_dtype(&GLU, name, gate.dtype())?;
     let size = dy.elem_count();
     launcher.open([dgate, dup], [dy, gate, up], |[dgate, dup], [dy, gate, up]| {
         let size_arg = (size as u64).into();

@@ -38,9 +38,9 @@ pub enum Activation {
 /// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with an input.
 pub fn forward(activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("glu::forward");
-    let (n, f) = call.rows(("gate", gate))?;
-    call.expect(("up", up), &[n, f])?;
-    call.expect(("y", y), &[n, f])?;
+    let rows = call.rows(("gate", gate))?;
+    call.expect(("up", up), &rows.dims())?;
+    call.expect(("y", y), &rows.dims())?;
     let target = call.elementwise(&[("y", y)], &[("gate", gate), ("up", up)])?;
     let dtype = call.element_type(&[("gate", gate), ("up", up), ("y", y)], &[])?;
     match target {
@@ -48,9 +48,7 @@ pub fn forward(activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -
             call.on_cpu([gate, up], [y], |[gate, up], [y]| cpu::forward::<T>(activation, gate, up, y))
         }),
         Target::Dry(_) => Ok(()),
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::forward(&launcher, (activation, dtype), [gate, up, y]))
-        }
+        Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, activation, gate, up, y)),
     }
 }
 
@@ -70,10 +68,10 @@ pub fn backward(
     dup: &Tensor,
 ) -> Result<(), OpError> {
     let call = ArgCheck::new("glu::backward");
-    let (n, f) = call.rows(("gate", gate))?;
+    let rows = call.rows(("gate", gate))?;
     let (outputs, inputs) = ([("dgate", dgate), ("dup", dup)], [("dy", dy), ("gate", gate), ("up", up)]);
     for argument in inputs.into_iter().chain(outputs) {
-        call.expect(argument, &[n, f])?;
+        call.expect(argument, &rows.dims())?;
     }
     let target = call.elementwise(&outputs, &inputs)?;
     let elements: Vec<_> = inputs.into_iter().chain(outputs).collect();
@@ -81,12 +79,12 @@ pub fn backward(
     match target {
         Target::Cpu => with_element_type!(dtype, T => {
             call.on_cpu([dy, gate, up], [dgate, dup], |[dy, gate, up], [dgate, dup]| {
-                cpu::backward::<T>(activation, [dy, gate, up], [dgate, dup]);
+                cpu::backward::<T>(activation, dy, gate, up, dgate, dup);
             })
         }),
         Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => {
-            call.kernels(cuda::backward(&launcher, (activation, dtype), [dy, gate, up], [dgate, dup]))
+            call.kernels(cuda::backward(&launcher, activation, dy, gate, up, dgate, dup))
         }
     }
 }

@@ -1,53 +1,23 @@
-//! The matmuls on a device, with its matrix library. `[n, inputs, outputs]` are tokens and the weight's two
-//! dimensions.
+//! The matmul on a device, with its matrix library.
 
-use crate::device::{DeviceError, Launcher, Matmul, MatrixAt};
-use candle_core::Tensor;
+use super::{Dense, Product};
+use crate::device::{Address, DeviceError, Launcher, Matmul, MatrixAt};
 
-pub(super) fn forward(
+pub(super) fn multiply(
     launcher: &Launcher,
-    [x, weight, y]: [&Tensor; 3],
-    [n, inputs, outputs]: [usize; 3],
-    accumulate: bool,
+    Product { a, b, c, accumulate, .. }: Product<'_>,
 ) -> Result<(), DeviceError> {
-    launcher.open([y], [x, weight], |[y], [x, weight]| {
-        let x = MatrixAt::row_major(x, n, inputs, inputs);
-        let weight = MatrixAt::row_major(weight, outputs, inputs, inputs);
-        let y = MatrixAt::row_major(y, n, outputs, outputs);
-        // SAFETY: three dense matrices of the shapes that `linear::forward` checked.
-        unsafe { launcher.gemm(&matmul(x, weight.transposed(), accumulate, y)) }
+    launcher.open([c.tensor], [a.tensor, b.tensor], |[at_c], [at_a, at_b]| {
+        let beta = if accumulate { 1.0 } else { 0.0 };
+        let matmul = Matmul { alpha: 1.0, a: a.at(at_a), b: b.at(at_b), beta, c: c.at(at_c), batch: 1 };
+        // SAFETY: three dense matrices of the shapes that the op checked.
+        unsafe { launcher.gemm(&matmul) }
     })
 }
 
-pub(super) fn backward_input(
-    launcher: &Launcher,
-    [dy, weight, dx]: [&Tensor; 3],
-    [n, inputs, outputs]: [usize; 3],
-    accumulate: bool,
-) -> Result<(), DeviceError> {
-    launcher.open([dx], [dy, weight], |[dx], [dy, weight]| {
-        let dy = MatrixAt::row_major(dy, n, outputs, outputs);
-        let weight = MatrixAt::row_major(weight, outputs, inputs, inputs);
-        let dx = MatrixAt::row_major(dx, n, inputs, inputs);
-        // SAFETY: three dense matrices of the shapes that `linear::backward_input` checked.
-        unsafe { launcher.gemm(&matmul(dy, weight, accumulate, dx)) }
-    })
-}
-
-pub(super) fn backward_weight(
-    launcher: &Launcher,
-    [dy, x, dweight]: [&Tensor; 3],
-    [n, inputs, outputs]: [usize; 3],
-) -> Result<(), DeviceError> {
-    launcher.open([dweight], [dy, x], |[dweight], [dy, x]| {
-        let dy = MatrixAt::row_major(dy, n, outputs, outputs);
-        let x = MatrixAt::row_major(x, n, inputs, inputs);
-        let dweight = MatrixAt::row_major(dweight, outputs, inputs, inputs);
-        // SAFETY: three dense matrices of the shapes that `linear::backward_weight` checked.
-        unsafe { launcher.gemm(&matmul(dy.transposed(), x, true, dweight)) }
-    })
-}
-
-fn matmul(a: MatrixAt, b: MatrixAt, accumulate: bool, c: MatrixAt) -> Matmul {
-    Matmul { alpha: 1.0, a, b, beta: if accumulate { 1.0 } else { 0.0 }, c, batch: 1 }
+impl Dense<'_> {
+    fn at(self, address: Address) -> MatrixAt {
+        let matrix = MatrixAt::row_major(address, self.rows, self.cols, self.cols);
+        if self.is_transposed { matrix.transposed() } else { matrix }
+    }
 }

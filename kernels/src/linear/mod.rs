@@ -3,17 +3,17 @@
 //! Each is one matmul over strided views of the caller's tensors. No transpose is materialized, and a weight
 //! gradient is accumulated in place, inside the flat gradient buffer.
 
-mod cpu;
 mod cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;
 
 use super::OpError;
-use super::arg_check::ArgCheck;
+use super::arg_check::{ArgCheck, Argument, Rows};
 use super::cast::with_element_type;
 use super::gemm::bf16::Kernel;
-use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
+use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch, multiply};
+use super::gemm::operand::MatmulOperand;
 use crate::device::Target;
 use crate::device::dry::{self, MatmulOp};
 use candle_core::{DType, Tensor};
@@ -27,29 +27,12 @@ use candle_core::{DType, Tensor};
 /// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with an input.
 pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Result<(), OpError> {
     let call = ArgCheck::new("linear::forward");
-    let (n, inputs) = call.rows(("x", x))?;
-    let (outputs, _) = call.rows(("weight", weight))?;
-    call.expect(("weight", weight), &[outputs, inputs])?;
-    call.expect(("y", y), &[n, outputs])?;
-    let target = call.target(&[("y", y)], &[("x", x), ("weight", weight)])?;
-    let dtype = call.element_type(&[("x", x), ("weight", weight), ("y", y)], &[])?;
-    dry::report_flops(MatmulOp::Linear, false, 2.0 * n as f64 * (inputs * outputs) as f64);
-    match target {
-        Target::Cpu => {
-            let sizes = [n, inputs, outputs];
-            with_element_type!(dtype, T => call.on_cpu([x, weight], [y], |operands: [&[T]; 2], [y]| {
-                cpu::forward(operands, y, sizes, accumulate)
-            })?)
-        }
-        Target::Dry(cpu) => {
-            alloc_matmul_scratch(cpu, [dtype; 3], [n, outputs, inputs]);
-            Ok(())
-        }
-        Target::Kernels(launcher) => {
-            let tensors = [x, weight, y];
-            call.kernels(cuda::forward(&launcher, tensors, [n, inputs, outputs], accumulate))
-        }
-    }
+    let Rows { count: n, width: inputs } = call.rows(("x", x))?;
+    let outputs = call.rows(("weight", weight))?.count;
+    let a = Dense::checked(call, ("x", x), n, inputs)?;
+    let b = Dense::checked(call, ("weight", weight), outputs, inputs)?.transposed();
+    let c = Dense::checked(call, ("y", y), n, outputs)?;
+    Product { a, b, c, accumulate, sums_tokens: false }.compute(call, false)
 }
 
 /// dx = dy·weight, or dx += dy·weight with `accumulate`.
@@ -61,29 +44,12 @@ pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Res
 /// As [`forward`].
 pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: bool) -> Result<(), OpError> {
     let call = ArgCheck::new("linear::backward_input");
-    let (n, outputs) = call.rows(("dy", dy))?;
-    let (_, inputs) = call.rows(("weight", weight))?;
-    call.expect(("weight", weight), &[outputs, inputs])?;
-    call.expect(("dx", dx), &[n, inputs])?;
-    let target = call.target(&[("dx", dx)], &[("dy", dy), ("weight", weight)])?;
-    let dtype = call.element_type(&[("dy", dy), ("weight", weight), ("dx", dx)], &[])?;
-    dry::report_flops(MatmulOp::Linear, true, 2.0 * n as f64 * (inputs * outputs) as f64);
-    match target {
-        Target::Cpu => {
-            let sizes = [n, inputs, outputs];
-            with_element_type!(dtype, T => call.on_cpu([dy, weight], [dx], |operands: [&[T]; 2], [dx]| {
-                cpu::backward_input(operands, dx, sizes, accumulate)
-            })?)
-        }
-        Target::Dry(cpu) => {
-            alloc_matmul_scratch(cpu, [dtype; 3], [n, inputs, outputs]);
-            Ok(())
-        }
-        Target::Kernels(launcher) => {
-            let tensors = [dy, weight, dx];
-            call.kernels(cuda::backward_input(&launcher, tensors, [n, inputs, outputs], accumulate))
-        }
-    }
+    let Rows { count: n, width: outputs } = call.rows(("dy", dy))?;
+    let inputs = call.rows(("weight", weight))?.width;
+    let a = Dense::checked(call, ("dy", dy), n, outputs)?;
+    let b = Dense::checked(call, ("weight", weight), outputs, inputs)?;
+    let c = Dense::checked(call, ("dx", dx), n, inputs)?;
+    Product { a, b, c, accumulate, sums_tokens: false }.compute(call, true)
 }
 
 /// dweight += dyᵀ·x.
@@ -95,27 +61,87 @@ pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: boo
 /// As [`forward`].
 pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("linear::backward_weight");
-    let (n, inputs) = call.rows(("x", x))?;
-    let (_, outputs) = call.rows(("dy", dy))?;
-    call.expect(("dy", dy), &[n, outputs])?;
-    call.expect(("dweight", dweight), &[outputs, inputs])?;
-    let target = call.target(&[("dweight", dweight)], &[("dy", dy), ("x", x)])?;
-    let dtype = call.element_type(&[("dy", dy), ("x", x)], &[("dweight", dweight)])?;
-    dry::report_flops(MatmulOp::Linear, true, 2.0 * n as f64 * (inputs * outputs) as f64);
-    match target {
-        Target::Cpu => {
-            let sizes = [n, inputs, outputs];
-            with_element_type!(dtype, T => call.on_cpu([dy, x], [], |operands: [&[T]; 2], []| {
-                call.on_cpu([], [dweight], |[], [dweight]| cpu::backward_weight(operands, dweight, sizes))
-            })??)
+    let Rows { count: n, width: inputs } = call.rows(("x", x))?;
+    let outputs = call.rows(("dy", dy))?.width;
+    let a = Dense::checked(call, ("dy", dy), n, outputs)?.transposed();
+    let b = Dense::checked(call, ("x", x), n, inputs)?;
+    let c = Dense::checked(call, ("dweight", dweight), outputs, inputs)?;
+    Product { a, b, c, accumulate: true, sums_tokens: true }.compute(call, true)
+}
+
+/// A matrix without gaps, or its transpose.
+#[derive(Clone, Copy)]
+struct Dense<'a> {
+    name: &'static str,
+    tensor: &'a Tensor,
+    /// Rows and columns of the tensor.
+    rows: usize,
+    cols: usize,
+    is_transposed: bool,
+}
+
+impl<'a> Dense<'a> {
+    fn checked(call: ArgCheck, argument: Argument<'a>, rows: usize, cols: usize) -> Result<Self, OpError> {
+        call.expect(argument, &[rows, cols])?;
+        let (name, tensor) = argument;
+        Ok(Self { name, tensor, rows, cols, is_transposed: false })
+    }
+
+    fn transposed(self) -> Self {
+        Self { is_transposed: !self.is_transposed, ..self }
+    }
+
+    fn argument(self) -> Argument<'a> {
+        (self.name, self.tensor)
+    }
+
+    /// The left operand of a matmul of its elements, or the transpose of the right one.
+    fn operand<T>(self, elements: &[T]) -> Result<MatmulOperand<'_, T>, OpError> {
+        match self.is_transposed {
+            false => MatmulOperand::contiguous(elements, self.rows, self.cols),
+            true => MatmulOperand::interleaved(elements, self.cols, self.rows),
         }
-        Target::Dry(cpu) => {
-            alloc_token_sum_scratch(cpu, [dtype, dtype, DType::F32], [outputs, inputs, n]);
-            Ok(())
-        }
-        Target::Kernels(launcher) => {
-            let tensors = [dy, x, dweight];
-            call.kernels(cuda::backward_weight(&launcher, tensors, [n, inputs, outputs]))
+    }
+}
+
+/// c = a·b, or c += a·b with `accumulate`.
+#[derive(Clone, Copy)]
+struct Product<'a> {
+    a: Dense<'a>,
+    b: Dense<'a>,
+    /// In f32 if it `sums_tokens`.
+    c: Dense<'a>,
+    accumulate: bool,
+    sums_tokens: bool,
+}
+
+impl Product<'_> {
+    fn compute(self, call: ArgCheck, is_backward: bool) -> Result<(), OpError> {
+        let Self { a, b, c, accumulate, sums_tokens } = self;
+        let target = call.target(&[c.argument()], &[a.argument(), b.argument()])?;
+        let elements = [a.argument(), b.argument(), c.argument()];
+        let (elements, sums) = elements.split_at(if sums_tokens { 2 } else { 3 });
+        let dtype = call.element_type(elements, sums)?;
+        let (m, n, k) = (c.rows, c.cols, if a.is_transposed { a.rows } else { a.cols });
+        dry::report_flops(MatmulOp::Linear, is_backward, 2.0 * m as f64 * (n * k) as f64);
+        match target {
+            Target::Cpu => with_element_type!(dtype, T => {
+                call.on_cpu([a.tensor, b.tensor], [], |[of_a, of_b]: [&[T]; 2], []| {
+                    let (a, b) = (a.operand(of_a)?, b.transposed().operand(of_b)?);
+                    match sums_tokens {
+                        false => call.on_cpu([], [c.tensor], |[], [c]: [&mut [T]; 1]| multiply(a, b, c, accumulate))?,
+                        true => call.on_cpu([], [c.tensor], |[], [c]: [&mut [f32]; 1]| multiply(a, b, c, accumulate))?,
+                    }
+                })?
+            }),
+            Target::Dry(cpu) => {
+                match sums_tokens {
+                    false => alloc_matmul_scratch(cpu, [dtype; 3], [m, n, k]),
+                    true => alloc_token_sum_scratch(cpu, [dtype, dtype, DType::F32], [m, n, k]),
+                }
+                Ok(())
+            }
+            Target::Kernels(launcher) => call.kernels(cuda::multiply(&launcher, self)),
         }
     }
 }

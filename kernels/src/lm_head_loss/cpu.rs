@@ -11,12 +11,19 @@ use crate::softcap::{slope, softcap};
 use rayon::prelude::*;
 use std::ops::Range;
 
+/// The parameters of the projection.
+#[derive(Clone, Copy)]
+pub(super) struct Weights<'a, T> {
+    pub(super) weight: &'a [T],
+    pub(super) bias: Option<&'a [f32]>,
+}
+
 /// `logits` has room for a tile. Calls `each` with index, logsumexp and logit of the label of every token that has one, in order; the
 /// logit is −∞ if the label is elsewhere.
 pub(super) fn forward<T: Stored>(
     sizes: Sizes,
-    [x, weight]: [&[T]; 2],
-    bias: Option<&[f32]>,
+    x: &[T],
+    weights: Weights<'_, T>,
     labels: &[i64],
     lse: &mut [f32],
     logits: &mut [f32],
@@ -30,7 +37,7 @@ pub(super) fn forward<T: Stored>(
             continue;
         }
         let logits = &mut logits[..tokens.len() * vocab_size];
-        logits_of_tile(sizes, [&x[tokens.start * dim..tokens.end * dim], weight], bias, logits)?;
+        logits_of_tile(sizes, &x[tokens.start * dim..tokens.end * dim], weights, logits)?;
 
         let rows = rows_per_block(labels.len(), vocab_size);
         (logits.par_chunks(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks_mut(rows))
@@ -50,8 +57,7 @@ pub(super) fn forward<T: Stored>(
 #[derive(Clone, Copy)]
 pub(super) struct BackwardInputs<'a, T> {
     pub(super) x: &'a [T],
-    pub(super) weight: &'a [T],
-    pub(super) bias: Option<&'a [f32]>,
+    pub(super) weights: Weights<'a, T>,
     pub(super) labels: &'a [i64],
     pub(super) lse: &'a [f32],
     pub(super) scale: f32,
@@ -67,7 +73,7 @@ pub(super) fn backward<T: Stored>(
     logits: &mut [f32],
 ) -> Result<(), OpError> {
     let Sizes { dim, vocab_size, .. } = sizes;
-    let BackwardInputs { x, weight, bias, labels, lse, scale } = inputs;
+    let BackwardInputs { x, weights, labels, lse, scale } = inputs;
     for tokens in sizes.tiles() {
         let rows_of_x = tokens.start * dim..tokens.end * dim;
         let (labels, lse) = (&labels[tokens.clone()], &lse[tokens.clone()]);
@@ -79,7 +85,7 @@ pub(super) fn backward<T: Stored>(
         let n = tokens.len();
         let tile = &mut logits[..n * vocab_size];
         let x = &x[rows_of_x];
-        logits_of_tile(sizes, [x, weight], bias, tile)?;
+        logits_of_tile(sizes, x, weights, tile)?;
 
         let rows = rows_per_block(n, vocab_size);
         (tile.par_chunks_mut(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks(rows))
@@ -88,7 +94,7 @@ pub(super) fn backward<T: Stored>(
 
         multiply(
             MatmulOperand::contiguous(tile, n, vocab_size)?,
-            MatmulOperand::interleaved(weight, dim, vocab_size)?,
+            MatmulOperand::interleaved(weights.weight, dim, vocab_size)?,
             dx,
             false,
         )?;
@@ -120,8 +126,8 @@ fn add_rows(tile: &[f32], sums: &mut [f64]) {
 /// The logits of a tile's tokens `x`, with their soft cap.
 fn logits_of_tile<T: Stored>(
     Sizes { dim, vocab_size, softcap, .. }: Sizes,
-    [x, weight]: [&[T]; 2],
-    bias: Option<&[f32]>,
+    x: &[T],
+    Weights { weight, bias }: Weights<'_, T>,
     logits: &mut [f32],
 ) -> Result<(), OpError> {
     if let Some(bias) = bias {

@@ -17,15 +17,16 @@ const ROW_THREADS: u32 = 512;
 pub(super) fn losses(
     launcher: &Launcher,
     sizes: Sizes,
+    x: &Tensor,
     projection: Projection<'_>,
-    [x, lse]: [&Tensor; 2],
     labels: &Labels,
+    lse: &Tensor,
 ) -> Result<Losses, DeviceError> {
     if sizes.tokens == 0 {
         return Ok(Losses::summed(LossSum::default()));
     }
     let losses = crate::tensor::empty(sizes.tokens, DType::F32, x.device())?;
-    forward(launcher, sizes, projection, [x, lse], Some(&losses), labels)?;
+    forward(launcher, sizes, x, projection, labels, lse, Some(&losses))?;
     let valid_tokens = match launcher.is_dry() {
         true => sizes.tokens,
         false => labels.iter().filter(|label| **label != super::IGNORED).count(),
@@ -37,14 +38,15 @@ pub(super) fn losses(
 pub(super) fn statistics(
     launcher: &Launcher,
     sizes: Sizes,
+    x: &Tensor,
     projection: Projection<'_>,
-    [x, statistics]: [&Tensor; 2],
     labels: &Labels,
+    statistics: &Tensor,
 ) -> Result<(), DeviceError> {
     if sizes.tokens == 0 {
         return Ok(());
     }
-    forward(launcher, sizes, projection, [x, statistics], None, labels)
+    forward(launcher, sizes, x, projection, labels, statistics, None)
 }
 
 /// Writes the logsumexp and the loss of each token. Of a slice there is no tensor for losses: the logits of the labels follow the
@@ -52,10 +54,11 @@ pub(super) fn statistics(
 fn forward(
     launcher: &Launcher,
     sizes: Sizes,
+    x: &Tensor,
     projection: Projection<'_>,
-    [x, lse]: [&Tensor; 2],
-    losses: Option<&Tensor>,
     labels: &Labels,
+    lse: &Tensor,
+    losses: Option<&Tensor>,
 ) -> Result<(), DeviceError> {
     let device = x.device();
     let logits = crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
@@ -77,7 +80,7 @@ fn forward(
         for tokens in sizes.tiles() {
             if !all_ignored(&labels[tokens.clone()]) {
                 // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::forward` checked.
-                unsafe { logits_of_tile(launcher, sizes, [x, weight, logits], bias, &tokens)? };
+                unsafe { logits_of_tile(launcher, sizes, x, weight, bias, logits, &tokens)? };
             }
             let args = [
                 lse.offset(tokens.start).into(),
@@ -102,7 +105,8 @@ fn forward(
 pub(super) fn combine(
     launcher: &Launcher,
     slices: usize,
-    [statistics, lse]: [&Tensor; 2],
+    statistics: &Tensor,
+    lse: &Tensor,
     own: Range<usize>,
 ) -> Result<Losses, DeviceError> {
     let tokens = lse.elem_count();
@@ -173,18 +177,15 @@ impl BiasAt {
 
 pub(super) fn backward(
     launcher: &Launcher,
-    dtype: DType,
     sizes: Sizes,
-    tensors: &Backward<'_>,
-    labels: &Labels,
-    scale: f32,
+    operands: &Backward<'_>,
 ) -> Result<(), DeviceError> {
     if sizes.tokens == 0 {
         return Ok(());
     }
-    let Backward { x, projection, lse, dx, gradients: ProjectionGradients { weight: dweight, bias: dbias } } =
-        *tensors;
-    let device = x.device();
+    let Backward { x, projection, labels, lse, scale, dx, gradients } = *operands;
+    let ProjectionGradients { weight: dweight, bias: dbias } = gradients;
+    let (dtype, device) = (x.dtype(), x.device());
     let rows_of_tile = |dtype| crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), dtype, device);
     let logits = rows_of_tile(DType::F32)?;
     // f32 gradients overwrite their logits.
@@ -215,17 +216,20 @@ pub(super) fn backward(
                 unsafe { clear(launcher, dx, tokens.len() * sizes.dim)? };
                 continue;
             }
-            let of_rows = [lse.offset(tokens.start), device_labels.offset(tokens.start)];
-            let x_of_tile = x.offset(tokens.start * sizes.dim);
+            let (lse, labels) = (lse.offset(tokens.start), device_labels.offset(tokens.start));
+            let (x_of_tile, rows) = (x.offset(tokens.start * sizes.dim), tokens.len());
+            let tile = MatrixAt::row_major(gradient, rows, sizes.vocab_size, row_stride(sizes));
             // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::backward` checked; `logits`
             // and `gradient` have room for a tile, and `dbias` is like the bias.
             unsafe {
-                logits_of_tile(launcher, sizes, [x, weight, logits], bias, &tokens)?;
-                gradient_of_tile(launcher, sizes, [gradient, logits], of_rows, tokens.len())?;
-                let factors = [gradient, x_of_tile, weight];
-                gradient_matmuls(launcher, sizes, factors, (dx, dweight), scale, tokens.len())?;
+                logits_of_tile(launcher, sizes, x, weight, bias, logits, &tokens)?;
+                logit_gradients(launcher, sizes, logits, lse, labels, gradient, rows)?;
+                write_input_gradient(launcher, sizes, scale, tile, weight, dx)?;
+                if let Some(dweight) = dweight {
+                    add_weight_gradient(launcher, sizes, scale, tile, x_of_tile, dweight)?;
+                }
                 if let (Some(bias), Some(dbias)) = (bias, dbias) {
-                    add_bias_gradient(launcher, sizes, gradient, bias.ones(tokens.len()), (dbias, scale))?;
+                    add_bias_gradient(launcher, scale, tile, bias.ones(rows), dbias)?;
                 }
             }
         }
@@ -248,8 +252,10 @@ fn row_stride(sizes: Sizes) -> usize {
 unsafe fn logits_of_tile(
     launcher: &Launcher,
     sizes: Sizes,
-    [x, weight, logits]: [Address; 3],
+    x: Address,
+    weight: Address,
     bias: Option<BiasAt>,
+    logits: Address,
     tokens: &Range<usize>,
 ) -> Result<(), DeviceError> {
     let Sizes { dim, vocab_size, .. } = sizes;
@@ -271,11 +277,13 @@ unsafe fn logits_of_tile(
 ///
 /// # Safety
 /// `gradient` and `logits` have room for `rows` rows; `lse` and `labels` have `rows` elements.
-unsafe fn gradient_of_tile(
+unsafe fn logit_gradients(
     launcher: &Launcher,
     sizes: Sizes,
-    [gradient, logits]: [Address; 2],
-    [lse, labels]: [Address; 2],
+    logits: Address,
+    lse: Address,
+    labels: Address,
+    gradient: Address,
     rows: usize,
 ) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&LM_HEAD_LOSS, "lm_head_loss_gradient", gradient.dtype())?;
@@ -294,47 +302,54 @@ unsafe fn gradient_of_tile(
     unsafe { launcher.launch(&kernel, Grid { blocks, ..Grid::blocks(rows) }, &args) }
 }
 
-/// dx = scale · gradient·weight, and dweight += scale · gradientᵀ·x if there is a dweight.
+/// dx = scale · gradient·weight.
 ///
 /// # Safety
-/// `gradient`, `x` and `dx` have `rows` rows, `weight` and `dweight` are tensors of these `sizes`.
-unsafe fn gradient_matmuls(
+/// `dx` has as many rows as `gradient`, and `weight` is a tensor of these `sizes`.
+unsafe fn write_input_gradient(
     launcher: &Launcher,
-    sizes: Sizes,
-    [gradient, x, weight]: [Address; 3],
-    (dx, dweight): (Address, Option<Address>),
+    Sizes { dim, vocab_size, .. }: Sizes,
     scale: f32,
-    rows: usize,
+    gradient: MatrixAt,
+    weight: Address,
+    dx: Address,
 ) -> Result<(), DeviceError> {
-    let Sizes { dim, vocab_size, .. } = sizes;
-    let gradient = MatrixAt::row_major(gradient, rows, vocab_size, row_stride(sizes));
-    let [x, dx] = [x, dx].map(|address| MatrixAt::row_major(address, rows, dim, dim));
-    let of_weight = |address| MatrixAt::row_major(address, vocab_size, dim, dim);
+    let dx = MatrixAt::row_major(dx, gradient.rows, dim, dim);
+    let weight = MatrixAt::row_major(weight, vocab_size, dim, dim);
     // SAFETY: by this function's contract.
-    unsafe { launcher.gemm(&matmul(scale, gradient, of_weight(weight), 0.0, dx))? };
-    match dweight {
-        // SAFETY: as above.
-        Some(dweight) => unsafe {
-            launcher.gemm(&matmul(scale, gradient.transposed(), x, 1.0, of_weight(dweight)))
-        },
-        None => Ok(()),
-    }
+    unsafe { launcher.gemm(&matmul(scale, gradient, weight, 0.0, dx)) }
+}
+
+/// dweight += scale · gradientᵀ·x.
+///
+/// # Safety
+/// `x` has as many rows as `gradient`, and `dweight` is a tensor of these `sizes`.
+unsafe fn add_weight_gradient(
+    launcher: &Launcher,
+    Sizes { dim, vocab_size, .. }: Sizes,
+    scale: f32,
+    gradient: MatrixAt,
+    x: Address,
+    dweight: Address,
+) -> Result<(), DeviceError> {
+    let x = MatrixAt::row_major(x, gradient.rows, dim, dim);
+    let dweight = MatrixAt::row_major(dweight, vocab_size, dim, dim);
+    // SAFETY: by this function's contract.
+    unsafe { launcher.gemm(&matmul(scale, gradient.transposed(), x, 1.0, dweight)) }
 }
 
 /// dbias += scale · gradientᵀ·ones.
 ///
 /// # Safety
-/// `gradient` has as many rows as `ones`, and `dbias` an element for each class.
+/// `ones` has as many rows as `gradient`, and `dbias` an element for each class.
 unsafe fn add_bias_gradient(
     launcher: &Launcher,
-    sizes: Sizes,
-    gradient: Address,
+    scale: f32,
+    gradient: MatrixAt,
     ones: MatrixAt,
-    (dbias, scale): (Address, f32),
+    dbias: Address,
 ) -> Result<(), DeviceError> {
-    let vocab_size = sizes.vocab_size;
-    let gradient = MatrixAt::row_major(gradient, ones.rows, vocab_size, row_stride(sizes));
-    let dbias = MatrixAt::row_major(dbias, vocab_size, 1, 1);
+    let dbias = MatrixAt::row_major(dbias, gradient.cols, 1, 1);
     // SAFETY: by this function's contract.
     unsafe { launcher.gemm(&matmul(scale, gradient.transposed(), ones, 1.0, dbias)) }
 }

@@ -23,7 +23,7 @@ mod tests;
 pub use losses::Losses;
 pub use projection::{Projection, ProjectionGradients};
 
-use super::arg_check::ArgCheck;
+use super::arg_check::{ArgCheck, Rows};
 use super::cast::with_element_type;
 use super::gemm::bf16::Stored;
 use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
@@ -122,9 +122,10 @@ pub fn forward<'a>(
         Target::Cpu => {
             let bias = bias.map(|bias| call.read(bias)).transpose()?;
             let sum = with_element_type!(x.dtype(), T => with_tile_logits(call, shape, workspace, |logits| {
-                call.write(lse_out, |lse| call.on_cpu([x, weight], [], |operands: [&[T]; 2], []| {
+                call.write(lse_out, |lse| call.on_cpu([x, weight], [], |[x, weight]: [&[T]; 2], []| {
                     let mut loss = LossSum::default();
-                    cpu::forward(shape, operands, bias.as_deref(), labels, lse, logits, |_, lse, logit| {
+                    let weights = cpu::Weights { weight, bias: bias.as_deref() };
+                    cpu::forward(shape, x, weights, labels, lse, logits, |_, lse, logit| {
                         loss.sum += f64::from(lse) - f64::from(logit);
                         loss.valid_tokens += 1;
                     })?;
@@ -138,7 +139,7 @@ pub fn forward<'a>(
             Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens: shape.tokens as u64 }))
         }
         Target::Kernels(launcher) => {
-            call.kernels(cuda::losses(&launcher, shape, projection, [x, lse_out], labels))
+            call.kernels(cuda::losses(&launcher, shape, x, projection, labels, lse_out))
         }
     }
 }
@@ -179,10 +180,10 @@ pub fn backward<'a, 'b>(
     let sums: Vec<_> = [("lse", lse)].into_iter().chain(dweight).chain(dbias).collect();
     let dtype = call.element_type(&projection.with([("x", x), ("dx", dx)]), &sums)?;
     shape.report(true, 1.0 + f64::from(u8::from(dweight.is_some())));
-    let tensors = Backward { x, projection, lse, dx, gradients };
+    let operands = Backward { x, projection, labels, lse, scale, dx, gradients };
     match target {
         Target::Cpu => with_element_type!(dtype, T => {
-            backward_on_cpu::<T>(call, shape, &tensors, (labels, scale), workspace)
+            backward_on_cpu::<T>(call, shape, &operands, workspace)
         }),
         Target::Dry(cpu) => {
             let logits = workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?;
@@ -198,17 +199,17 @@ pub fn backward<'a, 'b>(
             workspace.recycle(logits);
             Ok(())
         }
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::backward(&launcher, dtype, shape, &tensors, labels, scale))
-        }
+        Target::Kernels(launcher) => call.kernels(cuda::backward(&launcher, shape, &operands)),
     }
 }
 
-/// The tensors of a backward pass, with the names of [`backward`].
+/// Inputs and outputs of a backward pass, with the names of [`backward`].
 struct Backward<'a> {
     x: &'a Tensor,
     projection: Projection<'a>,
+    labels: &'a Labels,
     lse: &'a Tensor,
+    scale: f32,
     dx: &'a Tensor,
     gradients: ProjectionGradients<'a>,
 }
@@ -216,17 +217,18 @@ struct Backward<'a> {
 fn backward_on_cpu<T: Stored + Element>(
     call: ArgCheck,
     shape: Sizes,
-    &Backward { x, projection: Projection { weight, bias }, lse, dx, gradients }: &Backward<'_>,
-    (labels, scale): (&Labels, f32),
+    operands: &Backward<'_>,
     workspace: &Workspace,
 ) -> Result<(), OpError> {
+    let &Backward { x, projection: Projection { weight, bias }, labels, lse, scale, dx, gradients } =
+        operands;
     let (lse, bias) = (call.read(lse)?, bias.map(|bias| call.read(bias)).transpose()?);
     // Added at the end, since the gradients of weight and bias may be parts of one tensor.
     let mut sums = gradients.bias.map(|_| vec![0.0; shape.vocab_size]);
     with_tile_logits(call, shape, workspace, |logits| {
         call.on_cpu([x, weight], [dx], |[x, weight], [dx]| {
-            let bias = bias.as_deref();
-            let inputs = cpu::BackwardInputs::<T> { x, weight, bias, labels, lse: &lse, scale };
+            let weights = cpu::Weights { weight, bias: bias.as_deref() };
+            let inputs = cpu::BackwardInputs::<T> { x, weights, labels, lse: &lse, scale };
             let sums = sums.as_deref_mut();
             match gradients.weight {
                 Some(dweight) => call
@@ -236,10 +238,7 @@ fn backward_on_cpu<T: Stored + Element>(
         })?
     })?;
     match (gradients.bias, sums) {
-        (Some(dbias), Some(sums)) => call.write(dbias, |dbias| {
-            dbias.iter_mut().zip(sums).for_each(|(gradient, sum)| *gradient += sum as f32);
-            Ok(())
-        }),
+        (Some(dbias), Some(sums)) => call.add_sums(dbias, &sums),
         _ => Ok(()),
     }
 }
@@ -263,7 +262,7 @@ fn with_tile_logits<R>(
 /// # Errors
 /// A label that is neither [`IGNORED`] nor in `0..vocab_size`.
 pub fn validate_labels(labels: &[i64], vocab_size: usize) -> Result<(), OpError> {
-    check_labels(ArgCheck::new("lm_head_loss::forward"), labels, vocab_size)
+    check_labels(ArgCheck::new("lm_head_loss::forward"), labels, vocab_size, false)
 }
 
 /// Computes all logits at once, without a bias, for evaluation and checks.
@@ -329,28 +328,20 @@ fn check(
     labels: &Labels,
     LogitTiles { tokens: tile_tokens, softcap, is_slice }: LogitTiles,
 ) -> Result<Sizes, OpError> {
-    let (tokens, dim) = call.rows(("x", x))?;
+    let Rows { count: tokens, width: dim } = call.rows(("x", x))?;
     let vocab_size = projection.check(call, dim)?;
     call.expect_tokens("labels", labels.len(), tokens)?;
     call.expect_value("tile_tokens", tile_tokens as f64, tile_tokens > 0, "at least 1")?;
-    match is_slice {
-        true => slice::check_labels(call, labels, vocab_size)?,
-        false => check_labels(call, labels, vocab_size)?,
-    }
+    check_labels(call, labels, vocab_size, is_slice)?;
     Ok(Sizes { tokens, dim, vocab_size, tile_tokens, softcap, is_slice })
 }
 
-fn check_labels(call: ArgCheck, labels: &[i64], vocab_size: usize) -> Result<(), OpError> {
-    check_labels_or(call, labels, vocab_size, (IGNORED, " and -100 (ignored)"))
-}
-
-/// Checks labels, of which some may have another value, named for the error.
-fn check_labels_or(
-    call: ArgCheck,
-    labels: &[i64],
-    vocab_size: usize,
-    (other, also_valid): (i64, &'static str),
-) -> Result<(), OpError> {
+/// Checks labels, of which some are no class of the vocabulary or of its slice.
+fn check_labels(call: ArgCheck, labels: &[i64], vocab_size: usize, is_slice: bool) -> Result<(), OpError> {
+    let (other, also_valid) = match is_slice {
+        true => (ELSEWHERE, " and -1 (in another slice)"),
+        false => (IGNORED, " and -100 (ignored)"),
+    };
     let valid = |label: i64| label == other || usize::try_from(label).is_ok_and(|l| l < vocab_size);
     match labels.iter().enumerate().find(|(_, label)| !valid(**label)) {
         None => Ok(()),

@@ -44,7 +44,7 @@ impl<'a> Projection<'a> {
 
     /// Checks the shapes, for hidden states of `dim` elements, and returns the number of classes.
     pub(super) fn check(self, call: ArgCheck, dim: usize) -> Result<usize, OpError> {
-        let (vocab_size, _) = call.rows(("weight", self.weight))?;
+        let vocab_size = call.rows(("weight", self.weight))?.count;
         call.expect(("weight", self.weight), &[vocab_size, dim])?;
         self.bias.map_or(Ok(()), |bias| call.expect(("bias", bias), &[vocab_size]))?;
         Ok(vocab_size)

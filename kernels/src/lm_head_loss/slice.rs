@@ -5,8 +5,8 @@
 //! of the label, −∞ in the slices that do not have it.
 
 use super::{
-    ArgCheck, ELSEWHERE, Labels, LogitTiles, LossSum, Losses, OpError, Projection, Workspace, check,
-    check_labels_or, cpu, cuda, with_element_type, with_tile_logits,
+    ArgCheck, ELSEWHERE, Labels, LogitTiles, LossSum, Losses, OpError, Projection, Workspace, check, cpu,
+    cuda, with_element_type, with_tile_logits,
 };
 use crate::device::Target;
 use candle_core::Tensor;
@@ -49,9 +49,10 @@ pub fn forward<'a>(
         Target::Cpu => {
             let bias = bias.map(|bias| call.read(bias)).transpose()?;
             with_element_type!(dtype, T => with_tile_logits(call, shape, workspace, |logits| {
-                call.write(statistics, |statistics| call.on_cpu([x, weight], [], |operands: [&[T]; 2], []| {
+                call.write(statistics, |statistics| call.on_cpu([x, weight], [], |[x, weight]: [&[T]; 2], []| {
                     let (lse, of_labels) = statistics.split_at_mut(shape.tokens);
-                    cpu::forward(shape, operands, bias.as_deref(), labels, lse, logits, |token, _, logit| {
+                    let weights = cpu::Weights { weight, bias: bias.as_deref() };
+                    cpu::forward(shape, x, weights, labels, lse, logits, |token, _, logit| {
                         of_labels[token] = logit;
                     })
                 })?)
@@ -59,7 +60,7 @@ pub fn forward<'a>(
         }
         Target::Dry(cpu) => shape.alloc_dry(cpu, projection, workspace),
         Target::Kernels(launcher) => {
-            call.kernels(cuda::statistics(&launcher, shape, projection, [x, statistics], labels))
+            call.kernels(cuda::statistics(&launcher, shape, x, projection, labels, statistics))
         }
     }
 }
@@ -93,13 +94,6 @@ pub fn combine(statistics: &Tensor, lse_out: &Tensor, own: Range<usize>) -> Resu
             Ok(Losses::summed(LossSum { sum, valid_tokens }))
         }
         Target::Dry(_) => Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens })),
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::combine(&launcher, slices, [statistics, lse_out], own))
-        }
+        Target::Kernels(launcher) => call.kernels(cuda::combine(&launcher, slices, statistics, lse_out, own)),
     }
-}
-
-/// Checks the labels of a slice of `classes` classes.
-pub(super) fn check_labels(call: ArgCheck, labels: &[i64], classes: usize) -> Result<(), OpError> {
-    check_labels_or(call, labels, classes, (ELSEWHERE, " and -1 (in another slice)"))
 }

@@ -1,5 +1,6 @@
 //! RMS normalization on slices: each row is read twice, the second time from the cache.
 
+use crate::arg_check::Rows;
 use crate::cast::{Before, Pieces, rows_per_piece};
 use crate::parallel::{MIN_BLOCK_ELEMS, rows_per_block};
 use crate::simd::{self, LANES, simd_kernel};
@@ -140,9 +141,9 @@ fn weight_block_rows(num_rows: usize) -> usize {
     num_rows.div_ceil(MAX_WEIGHT_BLOCKS).max(MIN_WEIGHT_BLOCK_ROWS)
 }
 
-/// Bytes of the partial weight gradients of `num_rows` rows of `d` elements, plus their sum.
-pub(super) fn backward_scratch_bytes(num_rows: usize, d: usize) -> usize {
-    num_rows.div_ceil(weight_block_rows(num_rows)) * d * size_of::<f32>() + d * size_of::<f64>()
+/// Bytes of the partial weight gradients, plus their sum.
+pub(super) fn backward_scratch_bytes(Rows { count, width }: Rows) -> usize {
+    count.div_ceil(weight_block_rows(count)) * width * size_of::<f32>() + width * size_of::<f64>()
 }
 
 /// Inputs of the backward pass.
@@ -153,18 +154,25 @@ pub(super) struct BackwardInputs<'a, T = f32> {
     pub(super) gain: &'a [f32],
     pub(super) rstd: &'a [f32],
     pub(super) centered: bool,
-    /// Of rows that are parts of wider ones: the sums over each of these of `dy · x · gain`, and their width.
-    pub(super) whole: Option<(&'a [f32], usize)>,
+    /// If the rows are parts of wider ones.
+    pub(super) whole: Option<WholeSums<'a>>,
 }
 
-impl<'a, T> BackwardInputs<'a, T> {
-    /// [`whole`](Self::whole) of some of the rows.
-    fn whole_rows(&self, first: usize, rows: usize) -> Option<(&'a [f32], usize)> {
-        self.whole.map(|(sums, width)| (&sums[first..first + rows], width))
+/// Sums of `dy · x · gain` over each whole row of `width` elements.
+#[derive(Clone, Copy)]
+pub(super) struct WholeSums<'a> {
+    pub(super) sums: &'a [f32],
+    pub(super) width: usize,
+}
+
+impl WholeSums<'_> {
+    /// Those of `count` rows from `first` on.
+    fn of_rows(self, first: usize, count: usize) -> Self {
+        Self { sums: &self.sums[first..first + count], ..self }
     }
 }
 
-/// Writes dx and returns the partial sums of the weight gradient, for [`add_partials`], computed in the same
+/// Writes dx and returns the partial sums of the weight gradient, for [`sum_partials`], computed in the same
 /// pass.
 pub(super) fn backward<T: Pieces>(
     inputs: BackwardInputs<'_, T>,
@@ -187,7 +195,7 @@ pub(super) fn backward<T: Pieces>(
     blocks.for_each_init(
         Default::default,
         |buffers: &mut [Vec<f32>; 3], (index, (dy, x, rstd, dx, partial))| {
-            let whole = inputs.whole_rows(index * rows, rstd.len());
+            let whole = inputs.whole.map(|whole| whole.of_rows(index * rows, rstd.len()));
             let inputs = BackwardInputs { dy, x, rstd, whole, ..inputs };
             backward_pieces(inputs, dx, accumulate_dx, partial, buffers);
         },
@@ -207,7 +215,7 @@ fn backward_pieces<T: Pieces>(
     let before = if accumulate_dx { Before::Values } else { Before::Garbage };
     let pieces = dy.chunks(piece * d).zip(x.chunks(piece * d)).zip(rstd.chunks(piece));
     for (index, (((dy, x), rstd), dx)) in pieces.zip(dx.chunks_mut(piece * d)).enumerate() {
-        let whole = inputs.whole_rows(index * piece, rstd.len());
+        let whole = inputs.whole.map(|whole| whole.of_rows(index * piece, rstd.len()));
         let inputs = BackwardInputs { dy: T::read(dy, a), x: T::read(x, b), gain, rstd, centered, whole };
         T::update(dx, before, c, |dx| match (centered, accumulate_dx) {
             (true, _) => backward_rows_centered(inputs, dx, accumulate_dx, partial),
@@ -265,7 +273,7 @@ fn backward_rows_with<S: simd::Isa, const ACCUMULATE: bool>(
     let rows = inputs.dy.chunks_exact(d).zip(inputs.x.chunks_exact(d)).zip(inputs.rstd);
     for (row, (((dy, x), &r), dx)) in rows.zip(dx.chunks_exact_mut(d)).enumerate() {
         let mean = match inputs.whole {
-            Some((sums, width)) => sums[row] * r / width as f32,
+            Some(WholeSums { sums, width }) => sums[row] * r / width as f32,
             None => simd::dot3::<S>(dy, gain, x) * r / d as f32,
         };
         for i in 0..d {
@@ -277,15 +285,13 @@ fn backward_rows_with<S: simd::Isa, const ACCUMULATE: bool>(
     }
 }
 
-/// dweight += Σ partials, block by block in f64.
-pub(super) fn add_partials(partials: &[f32], dweight: &mut [f32]) {
-    let mut sums = vec![0.0f64; dweight.len()];
-    for partial in partials.chunks_exact(dweight.len()) {
+/// Σ partials of `d` elements, block by block in f64.
+pub(super) fn sum_partials(partials: &[f32], d: usize) -> Vec<f64> {
+    let mut sums = vec![0.0; d];
+    for partial in partials.chunks_exact(d) {
         for (sum, value) in sums.iter_mut().zip(partial) {
             *sum += f64::from(*value);
         }
     }
-    for (dweight, sum) in dweight.iter_mut().zip(sums) {
-        *dweight += sum as f32;
-    }
+    sums
 }

@@ -12,7 +12,7 @@ mod tests;
 pub use parts::{backward_part, forward_part, products, squares};
 
 use super::OpError;
-use super::arg_check::{ArgCheck, Argument};
+use super::arg_check::{ArgCheck, Argument, Rows};
 use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
@@ -54,19 +54,46 @@ pub struct WholeRows<'a> {
     pub sums: &'a Tensor,
 }
 
-impl<'a> WholeRows<'a> {
-    /// Checks the sums, if there are any, for `n` parts of `d` elements, and returns them as an argument.
-    fn check(
-        whole: Option<Self>,
-        call: ArgCheck,
-        (n, d): (usize, usize),
-        gain: Gain<'_>,
-    ) -> Result<Option<Argument<'a>>, OpError> {
-        let Some(Self { width, sums }) = whole else { return Ok(None) };
-        call.expect(("sums", sums), &[n])?;
-        call.expect_value("width", width as f64, width >= d, "at least the elements of a part")?;
-        call.expect_value("gain.centered", 1.0, !gain.centered, "0: the mean of a whole row is not known")?;
-        Ok(Some(("sums", sums)))
+/// Where the gradients go.
+#[derive(Debug, Clone, Copy)]
+pub struct Gradients<'a> {
+    /// Gradient of `x`, `[n, d]`.
+    pub dx: &'a Tensor,
+    /// Whether it is added to what is there.
+    pub accumulate_dx: bool,
+    /// Gradient of the weight, `[d]` in f32, added to; `None` if it is frozen.
+    pub dweight: Option<&'a Tensor>,
+}
+
+/// Inputs of both directions.
+#[derive(Clone, Copy)]
+struct Operands<'a> {
+    x: &'a Tensor,
+    gain: Gain<'a>,
+    /// If the rows are parts.
+    whole: Option<WholeRows<'a>>,
+}
+
+impl<'a> Operands<'a> {
+    /// Checks them against each other, and returns the shape of `x`.
+    fn check(&self, call: ArgCheck) -> Result<Rows, OpError> {
+        let rows = call.rows(("x", self.x))?;
+        call.expect(("weight", self.gain.weight), &[rows.width])?;
+        if let Some(WholeRows { width, sums }) = self.whole {
+            call.expect(("sums", sums), &[rows.count])?;
+            call.expect_value("width", width as f64, width >= rows.width, "at least the elements of a part")?;
+            let expected = "0: the mean of a whole row is not known";
+            call.expect_value("gain.centered", 1.0, !self.gain.centered, expected)?;
+        }
+        Ok(rows)
+    }
+
+    fn sums(&self) -> Option<Argument<'a>> {
+        self.whole.map(|whole| ("sums", whole.sums))
+    }
+
+    fn named(&self) -> Vec<Argument<'a>> {
+        [("x", self.x), ("weight", self.gain.weight)].into_iter().chain(self.sums()).collect()
     }
 }
 
@@ -85,50 +112,45 @@ pub fn forward<'a>(
     y: &Tensor,
     rstd: &Tensor,
 ) -> Result<(), OpError> {
-    run_forward(ArgCheck::new("rms_norm::forward"), x, gain.into(), (eps, None), [y, rstd])
+    let operands = Operands { x, gain: gain.into(), whole: None };
+    run_forward(ArgCheck::new("rms_norm::forward"), &operands, eps, y, rstd)
 }
 
 /// [`forward`] of whole rows, or [`forward_part`].
 fn run_forward(
     call: ArgCheck,
-    x: &Tensor,
-    gain: Gain<'_>,
-    (eps, whole): (f64, Option<WholeRows<'_>>),
-    [y, rstd]: [&Tensor; 2],
+    operands: &Operands<'_>,
+    eps: f64,
+    y: &Tensor,
+    rstd: &Tensor,
 ) -> Result<(), OpError> {
-    let Gain { weight, centered, .. } = gain;
-    let (n, d) = call.rows(("x", x))?;
-    call.expect(("weight", weight), &[d])?;
-    call.expect(("y", y), &[n, d])?;
-    call.expect(("rstd", rstd), &[n])?;
-    let sums = WholeRows::check(whole, call, (n, d), gain)?;
-    let inputs: Vec<_> = [("x", x), ("weight", weight)].into_iter().chain(sums).collect();
-    let target = call.elementwise(&[("y", y), ("rstd", rstd)], &inputs)?;
-    let f32s: Vec<_> = [("rstd", rstd)].into_iter().chain(sums).collect();
-    let dtype = call.element_type(&[("x", x), ("weight", weight), ("y", y)], &f32s)?;
+    let Operands { x, gain, whole } = *operands;
+    let rows = operands.check(call)?;
+    call.expect(("y", y), &rows.dims())?;
+    call.expect(("rstd", rstd), &[rows.count])?;
+    let target = call.elementwise(&[("y", y), ("rstd", rstd)], &operands.named())?;
+    let f32s: Vec<_> = [("rstd", rstd)].into_iter().chain(operands.sums()).collect();
+    let dtype = call.element_type(&[("x", x), ("weight", gain.weight), ("y", y)], &f32s)?;
     match target {
         Target::Cpu => {
-            let weight = call.read(weight)?;
-            let gain = gain.values(&weight);
+            let weight = call.read(gain.weight)?;
+            let factors = gain.values(&weight);
             let sums = whole.map(|whole| call.read(whole.sums)).transpose()?;
-            let whole = whole.zip(sums.as_ref()).map(|(whole, sums)| (&**sums, whole.width));
             call.write(rstd, |rstd| {
-                let roots = match whole {
-                    Some((sums, width)) => {
-                        cpu::roots(sums, width, eps, rstd);
+                let roots = match whole.zip(sums.as_ref()) {
+                    Some((whole, sums)) => {
+                        cpu::roots(sums, whole.width, eps, rstd);
                         cpu::Roots::Given
                     }
-                    None => cpu::Roots::Computed { eps, centered },
+                    None => cpu::Roots::Computed { eps, centered: gain.centered },
                 };
                 with_element_type!(dtype, T => {
-                    call.on_cpu([x], [y], |[x], [y]| cpu::forward::<T>(x, &gain, roots, y, rstd))
+                    call.on_cpu([x], [y], |[x], [y]| cpu::forward::<T>(x, &factors, roots, y, rstd))
                 })
             })
         }
         Target::Dry(_) => Ok(()),
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::forward(&launcher, dtype, gain, [x, y, rstd], (eps, whole), (n, d)))
-        }
+        Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, rows, operands, eps, y, rstd)),
     }
 }
 
@@ -152,59 +174,54 @@ pub fn backward<'a, 'b>(
     accumulate_dx: bool,
     dweight: impl Into<Option<&'a Tensor>>,
 ) -> Result<(), OpError> {
-    let call = ArgCheck::new("rms_norm::backward");
-    run_backward(call, [dy, x, rstd], (gain.into(), None), (dx, accumulate_dx), dweight.into())
+    let operands = Operands { x, gain: gain.into(), whole: None };
+    let gradients = Gradients { dx, accumulate_dx, dweight: dweight.into() };
+    run_backward(ArgCheck::new("rms_norm::backward"), &operands, dy, rstd, &gradients)
 }
 
 /// [`backward`] of whole rows, or [`backward_part`].
 fn run_backward(
     call: ArgCheck,
-    [dy, x, rstd]: [&Tensor; 3],
-    (gain, whole): (Gain<'_>, Option<WholeRows<'_>>),
-    (dx, accumulate_dx): (&Tensor, bool),
-    dweight: Option<&Tensor>,
+    operands: &Operands<'_>,
+    dy: &Tensor,
+    rstd: &Tensor,
+    gradients: &Gradients<'_>,
 ) -> Result<(), OpError> {
-    let Gain { weight, centered, .. } = gain;
-    let (n, d) = call.rows(("x", x))?;
-    call.expect(("dy", dy), &[n, d])?;
-    call.expect(("weight", weight), &[d])?;
-    call.expect(("rstd", rstd), &[n])?;
-    call.expect(("dx", dx), &[n, d])?;
+    let Operands { x, gain, whole } = *operands;
+    let Gradients { dx, accumulate_dx, dweight } = *gradients;
+    let rows = operands.check(call)?;
+    call.expect(("dy", dy), &rows.dims())?;
+    call.expect(("rstd", rstd), &[rows.count])?;
+    call.expect(("dx", dx), &rows.dims())?;
     let dweight_argument = dweight.map(|dweight| ("dweight", dweight));
-    dweight_argument.map_or(Ok(()), |argument| call.expect(argument, &[d]))?;
+    dweight_argument.map_or(Ok(()), |argument| call.expect(argument, &[rows.width]))?;
     let with_dweight = |argument| -> Vec<_> { [argument].into_iter().chain(dweight_argument).collect() };
-    let sums = WholeRows::check(whole, call, (n, d), gain)?;
-    let inputs = [("dy", dy), ("x", x), ("weight", weight), ("rstd", rstd)];
-    let inputs: Vec<_> = inputs.into_iter().chain(sums).collect();
+    let inputs = [&operands.named()[..], &[("dy", dy), ("rstd", rstd)]].concat();
     let target = call.elementwise(&with_dweight(("dx", dx)), &inputs)?;
-    let elements = [("x", x), ("dy", dy), ("weight", weight), ("dx", dx)];
-    let f32s: Vec<_> = with_dweight(("rstd", rstd)).into_iter().chain(sums).collect();
+    let elements = [("x", x), ("dy", dy), ("weight", gain.weight), ("dx", dx)];
+    let f32s: Vec<_> = with_dweight(("rstd", rstd)).into_iter().chain(operands.sums()).collect();
     let dtype = call.element_type(&elements, &f32s)?;
     match target {
         Target::Cpu => {
-            let (weight, rstd) = (call.read(weight)?, call.read(rstd)?);
-            let gain = gain.values(&weight);
+            let (weight, rstd) = (call.read(gain.weight)?, call.read(rstd)?);
+            let (factors, centered) = (gain.values(&weight), gain.centered);
             let sums = whole.map(|whole| call.read(whole.sums)).transpose()?;
-            let whole = whole.zip(sums.as_ref()).map(|(whole, sums)| (&**sums, whole.width));
+            let whole = whole.zip(sums.as_ref());
+            let whole = whole.map(|(whole, sums)| cpu::WholeSums { sums, width: whole.width });
             let mut partials = Vec::new();
             with_element_type!(dtype, T => call.on_cpu([dy, x], [dx], |[dy, x], [dx]| {
-                let inputs = cpu::BackwardInputs::<T> { dy, x, gain: &gain, rstd: &rstd, centered, whole };
+                let inputs = cpu::BackwardInputs::<T> { dy, x, gain: &factors, rstd: &rstd, centered, whole };
                 partials = cpu::backward(inputs, dx, accumulate_dx);
             }))?;
-            dweight.map_or(Ok(()), |dweight| {
-                call.write(dweight, |dweight| {
-                    cpu::add_partials(&partials, dweight);
-                    Ok(())
-                })
-            })
+            dweight
+                .map_or(Ok(()), |dweight| call.add_sums(dweight, &cpu::sum_partials(&partials, rows.width)))
         }
         Target::Dry(cpu) => {
-            cpu.alloc_temporary(cpu::backward_scratch_bytes(n, d));
+            cpu.alloc_temporary(cpu::backward_scratch_bytes(rows));
             Ok(())
         }
         Target::Kernels(launcher) => {
-            let tensors = cuda::Backward { dy, x, gain, rstd, whole, dx, dweight };
-            call.kernels(cuda::backward(&launcher, dtype, &tensors, accumulate_dx, (n, d)))
+            call.kernels(cuda::backward(&launcher, rows, operands, dy, rstd, gradients))
         }
     }
 }

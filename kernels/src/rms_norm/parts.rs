@@ -1,6 +1,6 @@
 //! RMS normalization of rows that ranks divide: each has some elements of every row, and sums over whole rows.
 
-use super::{Gain, WholeRows, cpu, cuda, run_backward, run_forward};
+use super::{Gain, Gradients, Operands, WholeRows, cpu, cuda, run_backward, run_forward};
 use crate::OpError;
 use crate::arg_check::ArgCheck;
 use crate::cast::with_element_type;
@@ -15,7 +15,7 @@ use candle_core::Tensor;
 /// # Errors
 /// As [`forward`](super::forward).
 pub fn squares(x: &Tensor, sums: &Tensor) -> Result<(), OpError> {
-    sum_rows(ArgCheck::new("rms_norm::squares"), [x, x], None, sums)
+    sum_rows(ArgCheck::new("rms_norm::squares"), x, x, None, sums)
 }
 
 /// Writes the sum of `dy · gain · x` of each row.
@@ -31,20 +31,21 @@ pub fn products<'a>(
     gain: impl Into<Gain<'a>>,
     sums: &Tensor,
 ) -> Result<(), OpError> {
-    sum_rows(ArgCheck::new("rms_norm::products"), [dy, x], Some(gain.into()), sums)
+    sum_rows(ArgCheck::new("rms_norm::products"), dy, x, Some(gain.into()), sums)
 }
 
 fn sum_rows(
     call: ArgCheck,
-    [a, b]: [&Tensor; 2],
+    a: &Tensor,
+    b: &Tensor,
     gain: Option<Gain<'_>>,
     sums: &Tensor,
 ) -> Result<(), OpError> {
-    let (n, d) = call.rows(("x", b))?;
-    call.expect(("dy", a), &[n, d])?;
-    call.expect(("sums", sums), &[n])?;
+    let rows = call.rows(("x", b))?;
+    call.expect(("dy", a), &rows.dims())?;
+    call.expect(("sums", sums), &[rows.count])?;
     let weight = gain.map(|gain| ("weight", gain.weight));
-    weight.map_or(Ok(()), |weight| call.expect(weight, &[d]))?;
+    weight.map_or(Ok(()), |weight| call.expect(weight, &[rows.width]))?;
     let inputs: Vec<_> = [("dy", a), ("x", b)].into_iter().chain(weight).collect();
     let target = call.elementwise(&[("sums", sums)], &inputs)?;
     let dtype = call.element_type(&inputs, &[("sums", sums)])?;
@@ -54,14 +55,14 @@ fn sum_rows(
             let gain = gain.zip(weight.as_ref()).map(|(gain, weight)| gain.values(weight));
             call.write(sums, |sums| {
                 with_element_type!(dtype, T => {
-                    call.on_cpu([a, b], [], |[a, b], []| cpu::products::<T>(a, b, gain.as_deref(), d, sums))
+                    call.on_cpu([a, b], [], |[a, b], []| {
+                        cpu::products::<T>(a, b, gain.as_deref(), rows.width, sums);
+                    })
                 })
             })
         }
         Target::Dry(_) => Ok(()),
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::products(&launcher, dtype, [a, b], gain, sums, (n, d)))
-        }
+        Target::Kernels(launcher) => call.kernels(cuda::products(&launcher, rows, a, b, gain, sums)),
     }
 }
 
@@ -81,23 +82,24 @@ pub fn forward_part<'a>(
     rstd: &Tensor,
 ) -> Result<(), OpError> {
     let call = ArgCheck::new("rms_norm::forward_part");
-    run_forward(call, x, gain.into(), (eps, Some(whole)), [y, rstd])
+    run_forward(call, &Operands { x, gain: gain.into(), whole: Some(whole) }, eps, y, rstd)
 }
 
 /// Gradients of [`forward_part`], as [`backward`](super::backward).
 ///
 /// # Shapes
-/// `dy, x, dx: [n, d], gain, dweight: [d], rstd: [n]`
+/// `dy, x: [n, d], gain: [d], rstd: [n]`, and those of the [`Gradients`]
 ///
 /// # Errors
 /// As [`forward_part`].
-pub fn backward_part<'a, 'b>(
-    [dy, x, rstd]: [&Tensor; 3],
-    gain: impl Into<Gain<'b>>,
+pub fn backward_part<'a>(
+    dy: &Tensor,
+    x: &Tensor,
+    gain: impl Into<Gain<'a>>,
+    rstd: &Tensor,
     whole: WholeRows<'_>,
-    (dx, accumulate_dx): (&Tensor, bool),
-    dweight: impl Into<Option<&'a Tensor>>,
+    gradients: &Gradients<'_>,
 ) -> Result<(), OpError> {
     let call = ArgCheck::new("rms_norm::backward_part");
-    run_backward(call, [dy, x, rstd], (gain.into(), Some(whole)), (dx, accumulate_dx), dweight.into())
+    run_backward(call, &Operands { x, gain: gain.into(), whole: Some(whole) }, dy, rstd, gradients)
 }

@@ -121,7 +121,8 @@ fn parts_of_rows_are_normalized_as_whole_rows_on_every_target() {
                     let dx = tensor(&vec![old; n * part.len()], &[n, part.len()]);
                     let dweight = tensor(&vec![0.0; part.len()], &[part.len()]);
                     let whole = WholeRows { width: d, sums: &multiplied };
-                    backward_part([&dy, &x, &rstd], gain, whole, (&dx, old != 0.0), &dweight).unwrap();
+                    let gradients = Gradients { dx: &dx, accumulate_dx: old != 0.0, dweight: Some(&dweight) };
+                    backward_part(&dy, &x, gain, &rstd, whole, &gradients).unwrap();
                     let dx64: Vec<f64> = expected(&dx64).iter().map(|dx| dx + f64::from(old)).collect();
                     assert_close(&format!("dx {case} {part:?}"), &read(&dx), &dx64, 3e-6);
                     let dweight64 = &dweight64[part.clone()];

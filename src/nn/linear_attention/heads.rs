@@ -165,7 +165,7 @@ impl LinearAttention {
             da_log: da_log.as_ref(),
             ddt_bias: ddt_bias.as_ref(),
         };
-        Ok(decay_gates::backward(&operands, [&dg, dbeta], &gradients)?)
+        Ok(decay_gates::backward(&operands, &dg, dbeta, &gradients)?)
     }
 
     /// The rate of updates: the projection `b`, or the time step of Mamba 2.
