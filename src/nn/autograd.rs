@@ -230,7 +230,7 @@ where
         };
         let (x, layer) = (gathered.as_ref().unwrap_or(x), own.as_ref().unwrap_or(ctx));
         let run = |params: &[Tensor], x: &Tensor| {
-            let context = BlockContext::new(layer, &self.name, (&self.parameters, params));
+            let context = BlockContext::new(layer, &self.name, &self.parameters, params);
             let y = (self.block)(params, x, &context)?;
             context.check_divided_weights().map_err(Error::wrap)?;
             Ok(y)

@@ -23,7 +23,8 @@ impl<'a> BlockContext<'a> {
     pub(super) fn new(
         layer: &'a LayerContext,
         name: &'a str,
-        (specs, params): (&'a [ParameterSpec], &'a [Tensor]),
+        specs: &'a [ParameterSpec],
+        params: &'a [Tensor],
     ) -> Self {
         Self { layer, name, specs, params, used: RefCell::default() }
     }

@@ -5,6 +5,7 @@ use super::{
     BackwardPass, ForwardPass, LayerError, Linear, Norm, NormConfig, ParameterList, token_dims, token_rows,
 };
 use candle_core::Tensor;
+use std::ops::Range;
 use ulysses_kernels::{elementwise, strided_copy};
 
 /// `y = x + multiplier · after(module(before(x)))`, where both norms may be missing.
@@ -27,6 +28,24 @@ enum Residual {
     AfterModule,
     /// Nowhere: the module is called alone.
     Outside,
+}
+
+/// The tokens that a module gets: those of the residual stream, through the branch around it.
+#[derive(Debug, Clone, Copy)]
+pub struct BranchInput<'a> {
+    /// The branch.
+    pub branch: &'a Branch,
+    /// The residual stream, `[batch, seq_local, hidden]`.
+    pub x: &'a Tensor,
+}
+
+/// The gradients around a module in a backward pass.
+#[derive(Debug, Clone, Copy)]
+pub struct BranchGradients<'a> {
+    /// The gradient of the module's output.
+    pub dy: &'a Tensor,
+    /// The gradient of the branch's result, to which the module adds; one that is called alone overwrites it. May be `dy`.
+    pub dx: &'a Tensor,
 }
 
 /// Names of a branch's norms, which are parameters of the layer.
@@ -65,6 +84,11 @@ impl Branch {
     #[must_use]
     pub fn around_module_alone(self) -> Self {
         Self { residual: Residual::AfterModule, ..self }
+    }
+
+    /// What the module gets of the residual stream `x`.
+    pub fn input<'a>(&'a self, x: &'a Tensor) -> BranchInput<'a> {
+        BranchInput { branch: self, x }
     }
 
     /// A module alone behind the same norm: beside that of another branch, of which the sum has both.
@@ -115,69 +139,10 @@ impl Branch {
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         match &self.before {
-            Some(norm) => norm.backward(dy, x, rstd, (dx, true), pass),
+            Some(norm) => norm.backward(dy, x, rstd, dx, true, pass),
             None if self.residual == Residual::Outside => Ok(strided_copy::copy(dy, dx)?),
             None => Ok(elementwise::accumulate(dx, dy)?),
         }
-    }
-
-    /// Projects the inputs of the module, tile by tile: writes the output of each layer.
-    ///
-    /// # Shapes
-    /// `x`: `[batch, seq_local, hidden]`, outputs: `[batch, seq_local, …]`.
-    ///
-    /// # Errors
-    /// Shapes that do not fit.
-    pub(super) fn project(
-        &self,
-        x: &Tensor,
-        outputs: &[(&Linear, &Tensor)],
-        pass: &ForwardPass<'_>,
-    ) -> Result<(), LayerError> {
-        let rstd = pass.workspace().alloc_f32(token_dims(x))?;
-        let weights = weights(outputs, pass)?;
-        for tile in pass.ctx.token_tiles() {
-            let x = token_rows(x, &tile)?;
-            let normed = self.enter(&x, &token_rows(&rstd, &tile)?, pass)?;
-            for (weights, (_, y)) in weights.iter().zip(outputs) {
-                weights.forward(&normed, &token_rows(y, &tile)?, false, pass.workspace())?;
-            }
-            recycle_unless(normed, &x, pass);
-        }
-        pass.recycle([rstd]);
-        Ok(())
-    }
-
-    /// Backward of [`project`](Self::project), from the gradients of the outputs: adds to those of the layers, the norm and `x`;
-    /// overwrites the last one if the module is called alone.
-    ///
-    /// # Errors
-    /// As [`project`](Self::project).
-    pub(super) fn backward_project(
-        &self,
-        x: &Tensor,
-        doutputs: &[(&Linear, &Tensor)],
-        dx: &Tensor,
-        pass: &BackwardPass<'_>,
-    ) -> Result<(), LayerError> {
-        let forward = &pass.forward;
-        let rstd = forward.workspace().alloc_f32(token_dims(x))?;
-        let dnormed = forward.workspace().alloc(x.dims())?;
-        let weights = weights(doutputs, forward)?;
-        for tile in forward.ctx.token_tiles() {
-            let x = token_rows(x, &tile)?;
-            let normed = self.enter(&x, &token_rows(&rstd, &tile)?, forward)?;
-            let dx = token_rows(&dnormed, &tile)?;
-            for (index, (linear, dy)) in doutputs.iter().enumerate() {
-                let dy = token_rows(dy, &tile)?;
-                linear.backward_weight(&dy, &normed, pass)?;
-                weights[index].backward_input(&dy, &dx, index > 0)?;
-            }
-            recycle_unless(normed, &x, forward);
-        }
-        self.backward_enter(&dnormed, x, &rstd, dx, pass)?;
-        forward.recycle([dnormed, rstd]);
-        Ok(())
     }
 
     /// The tensor to which the module adds its output.
@@ -237,7 +202,7 @@ impl Branch {
         let output = output()?;
         let rstd = rstd_for(&output, forward)?;
         let doutput = norm.forward(&output, &rstd, forward)?;
-        norm.backward(&dnormed, &output, &rstd, (&doutput, false), pass)?;
+        norm.backward(&dnormed, &output, &rstd, &doutput, false, pass)?;
         forward.recycle([rstd, dnormed, output]);
         Ok(doutput)
     }
@@ -247,6 +212,85 @@ impl Branch {
             true => Ok(()),
             false => Ok(elementwise::scale(output, self.multiplier as f32)?),
         }
+    }
+}
+
+impl BranchInput<'_> {
+    /// Calls `module` with the input of each tile of tokens, and its range. Writes the tokens' reciprocal root mean squares to `rstd`.
+    ///
+    /// # Shapes
+    /// `rstd`: `[batch, seq_local]`, inputs: `[tile, hidden]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit, or those of `module`.
+    pub(super) fn for_each_tile(
+        self,
+        rstd: &Tensor,
+        mut module: impl FnMut(&Tensor, &Range<usize>) -> Result<(), LayerError>,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        for tile in pass.ctx.token_tiles() {
+            let x = token_rows(self.x, &tile)?;
+            let normed = self.branch.enter(&x, &token_rows(rstd, &tile)?, pass)?;
+            module(&normed, &tile)?;
+            recycle_unless(normed, &x, pass);
+        }
+        Ok(())
+    }
+
+    /// Projects the inputs of the module, tile by tile: writes the output of each layer.
+    ///
+    /// # Shapes
+    /// Outputs: `[batch, seq_local, …]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub(super) fn project(
+        self,
+        outputs: &[(&Linear, &Tensor)],
+        pass: &ForwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let rstd = pass.workspace().alloc_f32(token_dims(self.x))?;
+        let weights = weights(outputs, pass)?;
+        let project = |normed: &Tensor, tile: &Range<usize>| {
+            let mut outputs = weights.iter().zip(outputs);
+            outputs.try_for_each(|(weights, (_, y))| {
+                weights.forward(normed, &token_rows(y, tile)?, false, pass.workspace())
+            })
+        };
+        self.for_each_tile(&rstd, project, pass)?;
+        pass.recycle([rstd]);
+        Ok(())
+    }
+
+    /// Backward of [`project`](Self::project), from the gradients of the outputs: adds to those of the layers, the norm and the
+    /// residual stream `dx`; overwrites the last one if the module is called alone.
+    ///
+    /// # Errors
+    /// As [`project`](Self::project).
+    pub(super) fn backward_project(
+        self,
+        doutputs: &[(&Linear, &Tensor)],
+        dx: &Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let (forward, x) = (&pass.forward, self.x);
+        let rstd = forward.workspace().alloc_f32(token_dims(x))?;
+        let dnormed = forward.workspace().alloc(x.dims())?;
+        let weights = weights(doutputs, forward)?;
+        let backward = |normed: &Tensor, tile: &Range<usize>| {
+            let dx = token_rows(&dnormed, tile)?;
+            for (index, (linear, dy)) in doutputs.iter().enumerate() {
+                let dy = token_rows(dy, tile)?;
+                linear.backward_weight(&dy, normed, pass)?;
+                weights[index].backward_input(&dy, &dx, index > 0)?;
+            }
+            Ok(())
+        };
+        self.for_each_tile(&rstd, backward, forward)?;
+        self.branch.backward_enter(&dnormed, x, &rstd, dx, pass)?;
+        forward.recycle([dnormed, rstd]);
+        Ok(())
     }
 }
 

@@ -22,7 +22,8 @@ impl CausalConv {
     pub(super) fn new(
         parameters: &mut ParameterList,
         name: &str,
-        [channels, taps]: [usize; 2],
+        channels: usize,
+        taps: usize,
         init: Init,
         silu: bool,
     ) -> Self {
@@ -54,7 +55,8 @@ impl CausalConv {
     pub(super) fn forward(
         &self,
         x: &Tensor,
-        (channels, documents): (&Range<usize>, &Documents),
+        channels: &Range<usize>,
+        documents: &Documents,
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let y = pass.workspace().alloc(x.dims())?;
@@ -72,7 +74,8 @@ impl CausalConv {
         &self,
         dy: &Tensor,
         x: &Tensor,
-        (channels, documents): (&Range<usize>, &Documents),
+        channels: &Range<usize>,
+        documents: &Documents,
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let forward = &pass.forward;

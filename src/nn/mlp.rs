@@ -1,8 +1,8 @@
 //! The MLP of a block with its norm and residual, in tiles of tokens.
 
 use super::{
-    BackwardPass, Branch, ForwardPass, GroupNames, LayerError, Linear, ParameterList, TensorRank, WeightSpec,
-    recycle_unless, token_rows,
+    BackwardPass, BranchInput, ForwardPass, GroupNames, LayerError, Linear, ModuleWeights, ParameterList,
+    TensorRank, recycle_unless, token_rows,
 };
 use crate::mesh::shard_range;
 use candle_core::Tensor;
@@ -20,6 +20,15 @@ pub struct Mlp {
     gate: Linear,
     up: Option<Linear>,
     down: Linear,
+}
+
+/// Size and activation of an MLP.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MlpConfig {
+    /// Elements per token between its projections.
+    pub intermediate_size: usize,
+    /// The activation, that of the gate if there is one.
+    pub activation: Activation,
 }
 
 /// The projections of an MLP, by the names of their parameters.
@@ -64,21 +73,21 @@ impl Mlp {
     pub fn new(
         parameters: &mut ParameterList,
         projections: MlpProjections,
-        activation: Activation,
-        [hidden, intermediate]: [usize; 2],
-        [first, second]: [WeightSpec; 2],
+        hidden_size: usize,
+        MlpConfig { intermediate_size: size, activation }: MlpConfig,
+        weights: ModuleWeights,
     ) -> Self {
         let (gate, up) = match projections {
             MlpProjections::Plain([gate, _]) => {
-                (Linear::new(parameters, gate, [intermediate, hidden], first), None)
+                (Linear::new(parameters, gate, [size, hidden_size], weights.input), None)
             }
             MlpProjections::Gated(_) | MlpProjections::FusedGated(_) => {
                 let names = projections.gate_up();
-                let [gate, up] = Linear::group(parameters, names, [intermediate; 2], hidden, first);
+                let [gate, up] = Linear::group(parameters, names, [size; 2], hidden_size, weights.input);
                 (gate, Some(up))
             }
         };
-        let down = Linear::new(parameters, projections.down(), [hidden, intermediate], second);
+        let down = Linear::new(parameters, projections.down(), [hidden_size, size], weights.output);
         Self { activation, gate, up, down }
     }
 
@@ -113,23 +122,22 @@ impl Mlp {
     /// Computes the branch of the MLP. With `keep` and without tiles, also returns the state for the backward pass.
     ///
     /// # Shapes
-    /// `x`, result: `[batch, seq_local, hidden]`.
+    /// Result: `[batch, seq_local, hidden]`.
     ///
     /// # Errors
     /// A refused operation.
     pub fn forward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         keep: bool,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
-        let ws = pass.workspace();
+        let (ws, BranchInput { branch, x }) = (pass.workspace(), input);
         let keep = keep && pass.ctx.tiling().tile_tokens.is_none();
         let output = branch.open(x, pass)?;
         let mut saved = None;
         for tile in pass.ctx.token_tiles() {
-            let projections = self.gate_up(branch, x, &tile, pass)?;
+            let projections = self.gate_up(input, &tile, pass)?;
             let product = self.product(&projections, pass)?;
             self.down.forward(&product, &token_rows(&output, &tile)?, true, pass)?;
             ws.recycle(product);
@@ -151,18 +159,17 @@ impl Mlp {
         Ok((y, saved))
     }
 
-    /// Backward of [`forward`](Self::forward). `dy` becomes the gradient of `x`. What the forward pass did not save is
+    /// Backward of [`forward`](Self::forward). `dy` becomes the gradient of the residual stream before the branch. What the forward pass did not save is
     /// recomputed, tile by tile.
     ///
     /// # Shapes
-    /// `x`, `dy`: `[batch, seq_local, hidden]`.
+    /// `dy`: `[batch, seq_local, hidden]`.
     ///
     /// # Errors
     /// A refused operation.
     pub fn backward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         mut saved: Option<MlpSaved>,
         dy: &Tensor,
         pass: &BackwardPass<'_>,
@@ -171,11 +178,12 @@ impl Mlp {
             let saved = match saved.take() {
                 Some(saved) => saved,
                 None => {
-                    let projections = self.gate_up(branch, x, &tile, &pass.forward)?;
+                    let projections = self.gate_up(input, &tile, &pass.forward)?;
                     MlpSaved { projections, output: None }
                 }
             };
-            self.backward_tile(branch, &token_rows(x, &tile)?, saved, &token_rows(dy, &tile)?, pass)?;
+            let x = token_rows(input.x, &tile)?;
+            self.backward_tile(input.branch.input(&x), saved, &token_rows(dy, &tile)?, pass)?;
         }
         Ok(())
     }
@@ -183,8 +191,7 @@ impl Mlp {
     /// [`backward`](Self::backward) of one tile.
     fn backward_tile(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        BranchInput { branch, x }: BranchInput<'_>,
         MlpSaved { projections, output }: MlpSaved,
         dy: &Tensor,
         pass: &BackwardPass<'_>,
@@ -229,8 +236,7 @@ impl Mlp {
     /// Gate and up projections of a tile of tokens, `[tile, intermediate]`.
     fn gate_up(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        BranchInput { branch, x }: BranchInput<'_>,
         tile: &Range<usize>,
         pass: &ForwardPass<'_>,
     ) -> Result<GateUp, LayerError> {

@@ -53,7 +53,7 @@ pub use autograd::AutogradLayer;
 pub use batch::LocalBatch;
 pub use block_context::BlockContext;
 pub(crate) use branch::recycle_unless;
-pub use branch::{Branch, BranchNorms};
+pub use branch::{Branch, BranchGradients, BranchInput, BranchNorms};
 pub use context::{AttentionMask, LayerContext, Tiling, TokenLayout};
 pub use deferred::DeferredGradients;
 pub use embedding::Embedding;
@@ -63,13 +63,13 @@ pub use input::{Features, InputLayer};
 pub use latent_attention::{LatentAttention, LatentAttentionSaved};
 pub use layer::{AttentionExtent, Layer, Saved};
 pub use learned_positions::LearnedPositions;
-pub use linear::{GroupNames, Linear, WeightLayout, WeightSpec};
+pub use linear::{GroupNames, Linear, ModuleWeights, WeightLayout, WeightSpec};
 pub(crate) use linear::{add_bias, add_bias_gradient};
 pub use linear_attention::{
-    DeltaNetProjections, LinearAttention, LinearAttentionConfig, LinearAttentionKind, LinearAttentionSaved,
-    Mamba2Config,
+    DeltaNetProjections, LinearAttention, LinearAttentionConfig, LinearAttentionKind,
+    LinearAttentionProjections, LinearAttentionSaved, Mamba2Config,
 };
-pub use mlp::{Mlp, MlpProjections, MlpSaved};
+pub use mlp::{Mlp, MlpConfig, MlpProjections, MlpSaved};
 pub use norm::{Norm, NormConfig};
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use shard::{ShardBlocks, ShardChain};

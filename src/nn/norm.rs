@@ -201,7 +201,8 @@ impl Norm {
         dy: &Tensor,
         x: &Tensor,
         rstd: &Tensor,
-        (dx, accumulate): (&Tensor, bool),
+        dx: &Tensor,
+        accumulate: bool,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         if let Some(dbias) = self.bias.and_then(|bias| pass.gradient(bias)) {

@@ -1,8 +1,8 @@
 //! Projections of a module's input, directly or through a latent.
 
 use super::{
-    BackwardPass, Branch, ForwardPass, LayerError, Linear, Norm, ParameterList, WeightSpec, recycle_unless,
-    token_dims, token_rows,
+    BackwardPass, BranchInput, ForwardPass, LayerError, Linear, Norm, ParameterList, WeightSpec,
+    recycle_unless, token_dims, token_rows,
 };
 use candle_core::Tensor;
 
@@ -26,17 +26,16 @@ pub(super) struct LowRank {
 /// Projects the inputs of a module: writes the output of each. Returns the latents before their norms, in the order of the projections.
 ///
 /// # Shapes
-/// `x`: `[batch, seq_local, hidden]`, outputs: `[batch, seq_local, …]`, latents: `[batch, seq_local, rank]`.
+/// Outputs: `[batch, seq_local, …]`, latents: `[batch, seq_local, rank]`.
 ///
 /// # Errors
 /// Shapes that do not fit.
 pub(super) fn project(
-    branch: &Branch,
-    x: &Tensor,
+    input: BranchInput<'_>,
     outputs: &[(&Projection, &Tensor)],
     pass: &ForwardPass<'_>,
 ) -> Result<Vec<Tensor>, LayerError> {
-    let (batch, tokens) = token_dims(x);
+    let (batch, tokens) = token_dims(input.x);
     let low_ranks = || outputs.iter().filter_map(|(projection, y)| Some((projection.low_rank()?, y)));
     let latents = low_ranks()
         .map(|(low_rank, _)| Ok(pass.workspace().alloc((batch, tokens, low_rank.down.num_outputs()))?));
@@ -46,22 +45,22 @@ pub(super) fn project(
         Projection::Direct(linear) => (linear, *y),
         Projection::LowRank(low_rank) => (&low_rank.down, rest.next().unwrap_or_else(|| one_each())),
     });
-    branch.project(x, &first.collect::<Vec<_>>(), pass)?;
+    input.project(&first.collect::<Vec<_>>(), pass)?;
     for ((low_rank, y), latent) in low_ranks().zip(&latents) {
         low_rank.forward(latent, y, pass)?;
     }
     Ok(latents)
 }
 
-/// Backward of [`project`], from the gradients of the outputs: adds to those of the parameters, of the branch's norm and of `x`, as
-/// [`Branch::backward_project`]. Recycles latents and gradients.
+/// Backward of [`project`], from the gradients of the outputs: adds to those of the parameters, of the branch's norm and of
+/// the residual stream `dx`, as [`BranchInput::backward_project`]. Recycles latents and gradients.
 ///
 /// # Errors
 /// As [`project`].
 pub(super) fn backward_project(
-    branch: &Branch,
-    x: &Tensor,
-    (doutputs, latents): (Vec<(&Projection, Tensor)>, Vec<Tensor>),
+    input: BranchInput<'_>,
+    doutputs: Vec<(&Projection, Tensor)>,
+    latents: Vec<Tensor>,
     dx: &Tensor,
     pass: &BackwardPass<'_>,
 ) -> Result<(), LayerError> {
@@ -77,7 +76,7 @@ pub(super) fn backward_project(
         }
     }
     let borrowed: Vec<_> = first.iter().map(|(linear, dy)| (*linear, dy)).collect();
-    branch.backward_project(x, &borrowed, dx, pass)?;
+    input.backward_project(&borrowed, dx, pass)?;
     pass.forward.recycle(first.into_iter().map(|(_, dy)| dy));
     Ok(())
 }
@@ -88,10 +87,11 @@ fn one_each() -> ! {
 
 impl Projection {
     /// A projection of low rank: adds the weight of `up`, `[out, rank]`, under the name.
-    pub(super) fn of_low_rank(
+    pub(super) fn through_latent(
         parameters: &mut ParameterList,
         up: &str,
-        (down, norm): (Linear, Option<Norm>),
+        down: Linear,
+        norm: Option<Norm>,
         out: usize,
         weight: impl Into<WeightSpec>,
     ) -> Self {
@@ -142,7 +142,7 @@ impl LowRank {
                 (Some(norm), Some(rstd)) => {
                     let dnormed = forward.workspace().alloc(latent.dims())?;
                     self.up.backward_input(&dy, &dnormed, false, forward)?;
-                    norm.backward(&dnormed, &latent, &rstd, (&dlatent, false), pass)?;
+                    norm.backward(&dnormed, &latent, &rstd, &dlatent, false, pass)?;
                     forward.recycle([normed, rstd, dnormed]);
                 }
                 _ => self.up.backward_input(&dy, &dlatent, false, forward)?,

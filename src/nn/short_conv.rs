@@ -12,8 +12,8 @@
 use super::causal_conv::CausalConv;
 use super::shard::{ExtendedTokens, Reach};
 use super::{
-    BackwardPass, Branch, ForwardPass, Gathered, GroupNames, GroupedHeads, Init, LayerError, Linear,
-    ParameterList, TensorRank, token_dims, token_rows,
+    BackwardPass, BranchGradients, BranchInput, ForwardPass, Gathered, GroupNames, GroupedHeads, LayerError,
+    Linear, ModuleWeights, ParameterList, TensorRank, token_dims, token_rows,
 };
 use crate::mesh::shard_range;
 use candle_core::Tensor;
@@ -83,18 +83,18 @@ impl ShortConvSaved {
 }
 
 impl ShortConv {
-    /// Adds the parameters under `conv`, with initial values `init`, those of `out_proj` with `out_init`.
+    /// Adds the parameters under `conv`.
     pub fn new(
         parameters: &mut ParameterList,
         hidden_size: usize,
         shape: ShortConvConfig,
-        [init, out_init]: [Init; 2],
+        weights: ModuleWeights,
     ) -> Self {
         let ShortConvConfig { channels, taps, bias } = shape;
         let names = GroupNames::One("conv.in_proj");
-        let mut input = Linear::group(parameters, names, [channels; 3], hidden_size, init);
-        let mut conv = CausalConv::new(parameters, "conv.conv", [channels, taps], init, false);
-        let mut out = Linear::new(parameters, "conv.out_proj", [hidden_size, channels], out_init);
+        let mut input = Linear::group(parameters, names, [channels; 3], hidden_size, weights.input);
+        let mut conv = CausalConv::new(parameters, "conv.conv", channels, taps, weights.input.init, false);
+        let mut out = Linear::new(parameters, "conv.out_proj", [hidden_size, channels], weights.output);
         if bias {
             Linear::add_group_bias(parameters, names, input.each_mut());
             conv.add_bias(parameters, "conv.conv", channels);
@@ -124,23 +124,22 @@ impl ShortConv {
     /// Adds the output to the tensor that the branch opens. Returns the state for the backward pass, if `keep`.
     ///
     /// # Shapes
-    /// `x`, result: `[batch, seq_local, hidden]`.
+    /// Result: `[batch, seq_local, hidden]`.
     ///
     /// # Errors
     /// A refused operation, or failed communication.
     pub fn forward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         keep: bool,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<ShortConvSaved>), LayerError> {
-        let (ws, (batch, tokens)) = (pass.workspace(), token_dims(x));
-        let y = branch.open(x, pass)?;
+        let (ws, (batch, tokens)) = (pass.workspace(), token_dims(input.x));
+        let y = input.branch.open(input.x, pass)?;
         let channels = || ws.alloc((batch, tokens, self.shape.channels, 1));
         let projections = [channels()?, channels()?, channels()?];
         let outputs: Vec<_> = self.input.iter().zip(&projections).collect();
-        branch.project(x, &outputs, pass)?;
+        input.project(&outputs, pass)?;
         let [b, c, v] = &projections;
         let gated = channels()?;
         glu::forward(Identity, b, v, &gated)?;
@@ -158,20 +157,15 @@ impl ShortConv {
         Ok((y, None))
     }
 
-    /// Backward of [`forward`](Self::forward) for the gradient `dy` of the output: adds to the gradients of the parameters and
-    /// of `x`. `dx` may be `dy`.
-    ///
-    /// # Shapes
-    /// `x`, `dy`, `dx`: `[batch, seq_local, hidden]`.
+    /// Backward of [`forward`](Self::forward): also adds to the gradients of the parameters.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         saved: ShortConvSaved,
-        (dy, dx): (&Tensor, &Tensor),
+        BranchGradients { dy, dx }: BranchGradients<'_>,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         let (forward, ws) = (&pass.forward, pass.forward.workspace());
@@ -196,7 +190,7 @@ impl ShortConv {
         forward.recycle([b, v, dgated]);
         let gradients = [db, dc, dv];
         let outputs: Vec<_> = self.input.iter().zip(&gradients).collect();
-        branch.backward_project(x, &outputs, dx, pass)?;
+        input.backward_project(&outputs, dx, pass)?;
         forward.recycle(gradients);
         Ok(())
     }
@@ -206,11 +200,11 @@ impl ShortConv {
         if let Some(extended) = self.extended_tokens(pass)? {
             let read = extended.extend(std::slice::from_ref(&gated), pass.workspace())?.remove(0);
             pass.recycle([gated]);
-            let all = self.conv.forward(&read, (&(0..self.shape.channels), extended.convolved()), pass)?;
+            let all = self.conv.forward(&read, &(0..self.shape.channels), extended.convolved(), pass)?;
             return Ok((read, extended.within(all, pass.workspace())?));
         }
         let gated = self.exchange(gated, (Gathered::Tokens, false), pass)?;
-        let convolved = self.conv.forward(&gated, (&self.own_channels(pass), pass.ctx.documents()), pass)?;
+        let convolved = self.conv.forward(&gated, &self.own_channels(pass), pass.ctx.documents(), pass)?;
         let convolved = self.exchange(convolved, (Gathered::Heads, false), pass)?;
         Ok((gated, convolved))
     }
@@ -225,16 +219,16 @@ impl ShortConv {
         let forward = &pass.forward;
         if let Some(extended) = self.extended_tokens(forward)? {
             let dconvolved = extended.around(dconvolved, forward.workspace())?;
-            let part = (&(0..self.shape.channels), extended.convolved());
-            let dread = self.conv.backward(&dconvolved, &read, part, pass)?;
+            let channels = 0..self.shape.channels;
+            let dread = self.conv.backward(&dconvolved, &read, &channels, extended.convolved(), pass)?;
             forward.recycle([dconvolved, read]);
             let dgated = extended.reduce(std::slice::from_ref(&dread), forward.workspace())?.remove(0);
             forward.recycle([dread]);
             return Ok(dgated);
         }
         let dconvolved = self.exchange(dconvolved, (Gathered::Tokens, true), forward)?;
-        let part = (&self.own_channels(forward), forward.ctx.documents());
-        let dgated = self.conv.backward(&dconvolved, &read, part, pass)?;
+        let (channels, documents) = (self.own_channels(forward), forward.ctx.documents());
+        let dgated = self.conv.backward(&dconvolved, &read, &channels, documents, pass)?;
         forward.recycle([dconvolved, read]);
         self.exchange(dgated, (Gathered::Heads, true), forward)
     }

@@ -5,13 +5,13 @@ mod checkpoint;
 pub use checkpoint::MixerKept;
 
 use super::{
-    AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch,
-    DeltaNetProjections, ForwardPass, GroupedHeads, LatentAttention, LatentAttentionSaved, LayerError,
-    LinearAttention, LinearAttentionConfig, LinearAttentionSaved, Mlp, MlpProjections, MlpSaved, NormConfig,
-    ParameterList, Saves, SelfAttention, ShortConv, ShortConvConfig, ShortConvSaved, TensorRank, WeightSpec,
+    AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, BranchGradients,
+    BranchInput, ForwardPass, GroupedHeads, LatentAttention, LatentAttentionSaved, LayerError,
+    LinearAttention, LinearAttentionConfig, LinearAttentionProjections, LinearAttentionSaved, Mlp, MlpConfig,
+    MlpProjections, MlpSaved, ModuleWeights, NormConfig, ParameterList, Saves, SelfAttention, ShortConv,
+    ShortConvConfig, ShortConvSaved, TensorRank,
 };
 use candle_core::Tensor;
-use ulysses_kernels::glu::Activation;
 
 /// Sizes and options of a layer's token mixer: attention, linear attention or short convolution; or that it has none.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -111,19 +111,23 @@ impl From<ShortConvConfig> for MixerConfig {
     }
 }
 
-/// The parts of a [`TokenMixer`] that differ between families.
+/// What the token mixers of a model's layers are made of, in addition to the config of each.
 #[derive(Debug, Clone, Copy)]
 pub struct MixerParts {
     /// The projections of an attention.
     pub attention: AttentionProjections,
-    /// The name of a Mamba 2, before those of its parameters.
-    pub mamba: &'static str,
-    /// The projections of a Gated DeltaNet.
-    pub delta_net: DeltaNetProjections,
+    /// The projections of a linear attention.
+    pub linear_attention: LinearAttentionProjections,
     /// The projections of an MLP in the mixer's place.
     pub mlp: MlpProjections,
-    /// Its activation.
-    pub activation: Activation,
+    /// Its size and activation.
+    pub mlp_config: MlpConfig,
+    /// Elements per token of the residual stream.
+    pub hidden_size: usize,
+    /// The model's norms.
+    pub norm: NormConfig,
+    /// The weights of all projections.
+    pub weights: ModuleWeights,
 }
 
 /// The module that mixes the tokens of a layer.
@@ -157,32 +161,28 @@ pub enum MixerSaved {
 
 impl TokenMixer {
     /// Adds the projections, as [`SelfAttention::new`], [`LatentAttention::new`], [`LinearAttention::new`], [`ShortConv::new`] or [`Mlp::new`].
-    pub fn new(
-        parameters: &mut ParameterList,
-        parts @ MixerParts { attention, mlp, activation, .. }: MixerParts,
-        [hidden, intermediate]: [usize; 2],
-        (config, norm): (MixerConfig, NormConfig),
-        weights: [WeightSpec; 2],
-    ) -> Self {
-        let inits = weights.map(|weight| weight.init);
+    pub fn new(parameters: &mut ParameterList, config: MixerConfig, parts: MixerParts) -> Self {
+        let MixerParts { hidden_size: hidden, weights, .. } = parts;
         match config {
-            MixerConfig::Attention(shape @ AttentionConfig { latent: Some(latent), .. }) => {
-                let latent = LatentAttention::new(parameters, hidden, (shape, latent), weights);
-                Self::LatentAttention(latent)
-            }
-            MixerConfig::Attention(shape) => {
-                Self::Attention(SelfAttention::new(parameters, attention, hidden, shape, weights))
-            }
+            MixerConfig::Attention(shape) => match shape.latent {
+                Some(latent) => {
+                    let latent = LatentAttention::new(parameters, hidden, shape, latent, weights);
+                    Self::LatentAttention(latent)
+                }
+                None => {
+                    let attention = SelfAttention::new(parameters, parts.attention, hidden, shape, weights);
+                    Self::Attention(attention)
+                }
+            },
             MixerConfig::LinearAttention(shape) => {
-                let parts = (parts.mamba, parts.delta_net);
-                Self::LinearAttention(LinearAttention::new(parameters, parts, hidden, shape, norm.eps, inits))
+                let (projections, eps) = (parts.linear_attention, parts.norm.eps);
+                let linear = LinearAttention::new(parameters, projections, hidden, shape, eps, weights);
+                Self::LinearAttention(linear)
             }
             MixerConfig::ShortConv(shape) => {
-                Self::ShortConv(ShortConv::new(parameters, hidden, shape, inits))
+                Self::ShortConv(ShortConv::new(parameters, hidden, shape, weights))
             }
-            MixerConfig::Mlp => {
-                Self::Mlp(Mlp::new(parameters, mlp, activation, [hidden, intermediate], weights))
-            }
+            MixerConfig::Mlp => Self::Mlp(Mlp::new(parameters, parts.mlp, hidden, parts.mlp_config, weights)),
         }
     }
 
@@ -240,14 +240,13 @@ impl TokenMixer {
     /// something for a checkpoint.
     ///
     /// # Shapes
-    /// `x`, result: `[batch, seq_local, hidden]`.
+    /// Result: `[batch, seq_local, hidden]`.
     ///
     /// # Errors
     /// A refused operation, or failed communication.
     pub fn forward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
@@ -255,42 +254,40 @@ impl TokenMixer {
         let mut keep = |saved| kept.keep(saved, pass);
         match self {
             Self::Attention(attention) => {
-                attention.forward(branch, x, saves, |saved| keep(MixerSaved::Attention(saved)), pass)
+                attention.forward(input, saves, |saved| keep(MixerSaved::Attention(saved)), pass)
             }
             Self::LatentAttention(latent) => {
-                let (y, saved) = latent.forward(branch, x, saves, pass)?;
+                let (y, saved) = latent.forward(input, saves, pass)?;
                 keep(MixerSaved::LatentAttention(saved));
                 Ok(y)
             }
             Self::LinearAttention(linear) => {
-                let (y, saved) = linear.forward(branch, x, saves == Saves::Whole, pass)?;
+                let (y, saved) = linear.forward(input, saves == Saves::Whole, pass)?;
                 saved.into_iter().for_each(|saved| keep(MixerSaved::LinearAttention(saved)));
                 Ok(y)
             }
             Self::ShortConv(conv) => {
-                let (y, saved) = conv.forward(branch, x, saves == Saves::Whole, pass)?;
+                let (y, saved) = conv.forward(input, saves == Saves::Whole, pass)?;
                 saved.into_iter().for_each(|saved| keep(MixerSaved::ShortConv(saved)));
                 Ok(y)
             }
             Self::Mlp(mlp) => {
-                let (y, saved) = mlp.forward(branch, x, saves == Saves::Whole, pass)?;
+                let (y, saved) = mlp.forward(input, saves == Saves::Whole, pass)?;
                 saved.into_iter().for_each(|saved| keep(MixerSaved::Mlp(saved)));
                 Ok(y)
             }
         }
     }
 
-    /// Backward of [`forward`](Self::forward), from all that it saved; an attention or an MLP recomputes what is missing. `dy` is
-    /// the gradient of the module's output, `dx` that of the result of the branch.
+    /// Backward of [`forward`](Self::forward), from all that it saved; an attention or an MLP recomputes what is missing.
     ///
     /// # Errors
     /// As [`forward`](Self::forward), or state of another module.
     pub fn backward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         saved: Vec<MixerSaved>,
-        (dy, dx): (&Tensor, &Tensor),
+        gradients: BranchGradients<'_>,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         let foreign = || LayerError::ForeignSavedState { layer: pass.forward.layer.to_owned() };
@@ -301,23 +298,23 @@ impl TokenMixer {
                     _ => Err(foreign()),
                 });
                 let chunks = chunks.collect::<Result<_, _>>()?;
-                attention.backward(branch, x, chunks, (dy, dx), pass)
+                attention.backward(input, chunks, gradients, pass)
             }
             Self::LatentAttention(latent) => match saved.into_iter().next() {
-                Some(MixerSaved::LatentAttention(saved)) => latent.backward(branch, x, saved, (dy, dx), pass),
+                Some(MixerSaved::LatentAttention(saved)) => latent.backward(input, saved, gradients, pass),
                 _ => Err(foreign()),
             },
             Self::LinearAttention(linear) => match saved.into_iter().next() {
-                Some(MixerSaved::LinearAttention(saved)) => linear.backward(branch, x, saved, (dy, dx), pass),
+                Some(MixerSaved::LinearAttention(saved)) => linear.backward(input, saved, gradients, pass),
                 _ => Err(foreign()),
             },
             Self::ShortConv(conv) => match saved.into_iter().next() {
-                Some(MixerSaved::ShortConv(saved)) => conv.backward(branch, x, saved, (dy, dx), pass),
+                Some(MixerSaved::ShortConv(saved)) => conv.backward(input, saved, gradients, pass),
                 _ => Err(foreign()),
             },
             Self::Mlp(mlp) => match saved.into_iter().next() {
-                None => mlp.backward(branch, x, None, dx, pass),
-                Some(MixerSaved::Mlp(saved)) => mlp.backward(branch, x, Some(saved), dx, pass),
+                None => mlp.backward(input, None, gradients.dx, pass),
+                Some(MixerSaved::Mlp(saved)) => mlp.backward(input, Some(saved), gradients.dx, pass),
                 Some(_) => Err(foreign()),
             },
         }

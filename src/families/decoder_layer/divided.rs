@@ -3,8 +3,8 @@
 use super::block::{Block, BlockOutputs, SavedBlock, foreign};
 use super::{DecoderLayer, divided_branch};
 use crate::nn::{
-    BackwardPass, Branch, ForwardPass, LayerError, MixerKept, MlpSaved, ParameterList, TensorRank,
-    TokenMixer, recycle_unless,
+    BackwardPass, Branch, BranchGradients, ForwardPass, LayerError, MixerKept, MlpSaved, ParameterList,
+    TensorRank, TokenMixer, recycle_unless,
 };
 use candle_core::Tensor;
 
@@ -32,8 +32,8 @@ impl DividedDecoder {
         keep: bool,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
-        let run = |input: &Tensor| self.0.mlp.forward(&Branch::module_alone(), input, keep, pass);
-        divided_branch::run(&self.0.mlp_branch, mid, run, pass)
+        let run = |input: &Tensor| self.0.mlp.forward(Branch::module_alone().input(input), keep, pass);
+        divided_branch::run(self.0.mlp_branch.input(mid), run, pass)
     }
 }
 
@@ -53,8 +53,9 @@ impl Block for DividedDecoder {
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
         let DecoderLayer { attention_branch, mixer, mlp_branch, .. } = &self.0;
-        let attend = |input: &Tensor| Ok((mixer.forward(&Branch::module_alone(), input, kept, pass)?, ()));
-        let attention_output = divided_branch::run(attention_branch, x, attend, pass)?.0;
+        let attend =
+            |input: &Tensor| Ok((mixer.forward(Branch::module_alone().input(input), kept, pass)?, ()));
+        let attention_output = divided_branch::run(attention_branch.input(x), attend, pass)?.0;
         let mid = attention_branch.join(x, &attention_output, pass)?;
         let (output, mlp_state) = self.run_mlp(&mid, kept.is_state(), pass)?;
         let y = mlp_branch.join(&mid, &output, pass)?;
@@ -77,8 +78,9 @@ impl Block for DividedDecoder {
         let (attention_output, states) = match mixer.checkpoint_has_output(pass.ctx) {
             true => (kept.next().ok_or_else(|| foreign(pass))?, Vec::new()),
             false => {
-                let recompute = |input: &Tensor| mixer.recompute(&Branch::module_alone(), input, kept, pass);
-                divided_branch::run(attention_branch, &x, recompute, pass)?
+                let recompute =
+                    |input: &Tensor| mixer.recompute(Branch::module_alone().input(input), kept, pass);
+                divided_branch::run(attention_branch.input(&x), recompute, pass)?
             }
         };
         let mut mlp = None;
@@ -104,16 +106,20 @@ impl Block for DividedDecoder {
         self.0.multiply(&dy, forward)?;
         let mid = attention_branch.join(&x, &attention_output, forward)?;
         let doutput = mlp_branch.backward_join(|| mlp_output.ok_or_else(|| foreign(forward)), &dy, pass)?;
-        let run_mlp = |input: &Tensor, dy: &Tensor| mlp.backward(&alone, input, mlp_state, dy, pass);
-        divided_branch::run_backward(mlp_branch, &mid, (&doutput, &dy), run_mlp, pass)?;
+        let gradients = BranchGradients { dy: &doutput, dx: &dy };
+        let run_mlp = |input: &Tensor, dy: &Tensor| mlp.backward(alone.input(input), mlp_state, dy, pass);
+        divided_branch::run_backward(mlp_branch.input(&mid), gradients, run_mlp, pass)?;
         recycle_unless(doutput, &dy, forward);
         forward.recycle([mid]);
         let mut attention_output = Some(attention_output);
         let take = || attention_output.take().ok_or_else(|| foreign(forward));
         let doutput = attention_branch.backward_join(take, &dy, pass)?;
         forward.recycle(attention_output);
-        let attend = |input: &Tensor, dy: &Tensor| mixer.backward(&alone, input, chunks, (dy, dy), pass);
-        divided_branch::run_backward(attention_branch, &x, (&doutput, &dy), attend, pass)?;
+        let gradients = BranchGradients { dy: &doutput, dx: &dy };
+        let attend = |input: &Tensor, dy: &Tensor| {
+            mixer.backward(alone.input(input), chunks, BranchGradients { dy, dx: dy }, pass)
+        };
+        divided_branch::run_backward(attention_branch.input(&x), gradients, attend, pass)?;
         recycle_unless(doutput, &dy, forward);
         Ok(dy)
     }

@@ -3,64 +3,82 @@
 //! Norms and residual stream have some tokens per rank. Around a module, tokens are gathered, and its outputs, which are
 //! partial sums, summed and scattered: the same bytes as an all-reduce of whole activations (arXiv 2205.05198, section 4.2.2).
 
-use crate::nn::{BackwardPass, Branch, ForwardPass, LayerError, recycle_unless};
+use crate::nn::{BackwardPass, BranchGradients, BranchInput, ForwardPass, LayerError, recycle_unless};
 use candle_core::Tensor;
 
 /// The output of a branch's module, summed, for this rank's tokens.
 pub(super) fn run<T>(
-    branch: &Branch,
-    x: &Tensor,
+    input: BranchInput<'_>,
     module: impl FnOnce(&Tensor) -> Result<(Tensor, T), LayerError>,
     pass: &ForwardPass<'_>,
 ) -> Result<(Tensor, T), LayerError> {
     let exchange = pass.ctx.token_exchange(pass.layer)?;
-    let input = gather_input(branch, x, pass)?;
+    let input = gather_input(input, pass)?;
     let (partial, saved) = module(&input)?;
     let output = exchange.reduce_scatter(&partial)?;
     pass.recycle([input, partial]);
     Ok((output, saved))
 }
 
-/// Backward of [`run`]: adds to `dx`. `module` turns the gradient of its output into that of its input.
+/// Backward of [`run`]. `module` turns the gradient of its output into that of its input.
 pub(super) fn run_backward(
-    branch: &Branch,
-    x: &Tensor,
-    (doutput, dx): (&Tensor, &Tensor),
+    input: BranchInput<'_>,
+    BranchGradients { dy, dx }: BranchGradients<'_>,
     module: impl FnOnce(&Tensor, &Tensor) -> Result<(), LayerError>,
     pass: &BackwardPass<'_>,
 ) -> Result<(), LayerError> {
     let forward = &pass.forward;
     let exchange = forward.ctx.token_exchange(forward.layer)?;
-    let (input, normed, rstd) = gathered_input(branch, x, forward)?;
-    let gradient = exchange.all_gather(doutput, forward.ctx.seq_len_local())?;
-    module(&input, &gradient)?;
-    let dnormed = exchange.reduce_scatter(&gradient)?;
-    branch.backward_enter(&dnormed, x, &rstd, dx, pass)?;
-    recycle_unless(normed, x, forward);
-    forward.recycle([input, rstd, gradient, dnormed]);
+    let gathered = GatheredInput::new(input, forward)?;
+    let gradient = exchange.all_gather(dy, forward.ctx.seq_len_local())?;
+    module(&gathered.all, &gradient)?;
+    gathered.backward(input, &gradient, dx, pass)?;
+    forward.recycle([gradient]);
     Ok(())
 }
 
 /// The input of a branch's module, for all tokens.
-pub(super) fn gather_input(
-    branch: &Branch,
-    x: &Tensor,
-    pass: &ForwardPass<'_>,
-) -> Result<Tensor, LayerError> {
-    let (input, normed, rstd) = gathered_input(branch, x, pass)?;
-    recycle_unless(normed, x, pass);
+pub(super) fn gather_input(input: BranchInput<'_>, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+    let GatheredInput { all, own, rstd } = GatheredInput::new(input, pass)?;
+    recycle_unless(own, input.x, pass);
     pass.recycle([rstd]);
-    Ok(input)
+    Ok(all)
 }
 
-/// The input of a branch's module for all tokens, and for this rank's, with their reciprocal root mean squares.
-pub(super) fn gathered_input(
-    branch: &Branch,
-    x: &Tensor,
-    pass: &ForwardPass<'_>,
-) -> Result<(Tensor, Tensor, Tensor), LayerError> {
-    let rstd = pass.workspace().alloc_f32(&x.dims()[..2])?;
-    let normed = branch.enter(x, &rstd, pass)?;
-    let input = pass.ctx.token_exchange(pass.layer)?.all_gather(&normed, pass.ctx.seq_len_local())?;
-    Ok((input, normed, rstd))
+/// The input of a branch's module, with what its gradient needs.
+pub(super) struct GatheredInput {
+    /// That of all tokens.
+    pub(super) all: Tensor,
+    /// That of this rank's tokens.
+    own: Tensor,
+    /// The reciprocal root mean squares of this rank's tokens.
+    rstd: Tensor,
+}
+
+impl GatheredInput {
+    pub(super) fn new(
+        BranchInput { branch, x }: BranchInput<'_>,
+        pass: &ForwardPass<'_>,
+    ) -> Result<Self, LayerError> {
+        let rstd = pass.workspace().alloc_f32(&x.dims()[..2])?;
+        let own = branch.enter(x, &rstd, pass)?;
+        let all = pass.ctx.token_exchange(pass.layer)?.all_gather(&own, pass.ctx.seq_len_local())?;
+        Ok(Self { all, own, rstd })
+    }
+
+    /// Backward of [`new`](Self::new), for the gradient of all tokens' input, of which every rank has a partial sum: adds to `dx`.
+    pub(super) fn backward(
+        self,
+        BranchInput { branch, x }: BranchInput<'_>,
+        partial: &Tensor,
+        dx: &Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let forward = &pass.forward;
+        let dnormed = forward.ctx.token_exchange(forward.layer)?.reduce_scatter(partial)?;
+        branch.backward_enter(&dnormed, x, &self.rstd, dx, pass)?;
+        recycle_unless(self.own, x, forward);
+        forward.recycle([self.all, self.rstd, dnormed]);
+        Ok(())
+    }
 }

@@ -11,9 +11,10 @@ pub use single_branch::SingleBranchLayer;
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionProjections, BackwardPass, Branch, BranchNorms, DeltaNetProjections, ForwardPass, Init, Layer,
-    LayerError, MixerConfig, MixerKept, MixerParts, Mlp, MlpProjections, Parameter, ParameterList,
-    TensorRank, TokenMixer, WeightLayout, WeightSpec, recycle_unless,
+    AttentionProjections, BackwardPass, Branch, BranchGradients, BranchNorms, DeltaNetProjections,
+    ForwardPass, Init, Layer, LayerError, LinearAttentionProjections, MixerConfig, MixerKept, MixerParts,
+    Mlp, MlpConfig, MlpProjections, ModuleWeights, Parameter, ParameterList, TensorRank, TokenMixer,
+    WeightLayout, WeightSpec, recycle_unless,
 };
 use block::{Block, BlockOutputs, SavedBlock, foreign};
 use candle_core::Tensor;
@@ -51,10 +52,8 @@ pub struct DecoderParts {
     pub mlp_norms: BranchNorms,
     /// The projections of the attention.
     pub attention: AttentionProjections,
-    /// The name of a Mamba 2.
-    pub mamba: &'static str,
-    /// The projections of a Gated DeltaNet.
-    pub delta_net: DeltaNetProjections,
+    /// The projections of a linear attention.
+    pub linear_attention: LinearAttentionProjections,
     /// The projections of the MLP.
     pub mlp: MlpProjections,
     /// The dimensions of their weights.
@@ -71,8 +70,7 @@ impl DecoderParts {
         attention_norms: BranchNorms { before: Some("input_layernorm"), after: None },
         mlp_norms: BranchNorms { before: Some("post_attention_layernorm"), after: None },
         attention: AttentionProjections::LLAMA,
-        mamba: "mamba",
-        delta_net: DeltaNetProjections::Each,
+        linear_attention: LinearAttentionProjections { mamba: "mamba", delta_net: DeltaNetProjections::Each },
         mlp: MlpProjections::LLAMA,
         weights: WeightLayout::OutIn,
         activation: Activation::Silu,
@@ -94,39 +92,34 @@ impl DecoderParts {
         parameters: &mut ParameterList,
     ) -> (TokenMixer, Mlp) {
         assert_ne!(config.layers[index], MixerConfig::Mlp, "a layer with an MLP alone has one branch");
-        let weights = self.weights(config, 2 * config.num_layers());
-        let mixer = self.mixer(config, index, weights, parameters);
-        let sizes = [config.hidden_size, config.intermediate_size];
-        (mixer, Mlp::new(parameters, self.mlp, self.activation, sizes, weights))
+        let parts = self.mixer_parts(config, 2 * config.num_layers());
+        let mixer = TokenMixer::new(parameters, config.layers[index], parts);
+        (mixer, Mlp::new(parameters, self.mlp, parts.hidden_size, parts.mlp_config, parts.weights))
     }
 
-    /// Adds the parameters of the token mixer of layer `index`, or of the MLP in its place.
-    fn mixer(
-        self,
-        config: &ModelConfig,
-        index: usize,
-        weights: [WeightSpec; 2],
-        parameters: &mut ParameterList,
-    ) -> TokenMixer {
-        let Self { attention, mamba, delta_net, mlp, activation, .. } = self;
-        let parts = MixerParts { attention, mamba, delta_net, mlp, activation };
-        let mixer = (config.layers[index], config.norm());
-        TokenMixer::new(parameters, parts, [config.hidden_size, config.intermediate_size], mixer, weights)
-    }
-
-    /// The weights of a module. The projections that write to the residual stream start smaller, by the square root of their number
+    /// The parts of token mixers. The projections that write to the residual stream start smaller, by the square root of their number
     /// (GPT-2, section 2.3), so that the variance does not grow with depth.
-    fn weights(self, config: &ModelConfig, num_branches: usize) -> [WeightSpec; 2] {
+    fn mixer_parts(self, config: &ModelConfig, num_branches: usize) -> MixerParts {
+        let Self { attention, linear_attention, mlp, activation, weights: layout, .. } = self;
+        let weight = |std| WeightSpec { init: Init::Normal { std }, layout };
         let std = config.initializer_range;
-        [std, std / (num_branches as f64).sqrt()]
-            .map(|std| WeightSpec { init: Init::Normal { std }, layout: self.weights })
+        MixerParts {
+            attention,
+            linear_attention,
+            mlp,
+            mlp_config: MlpConfig { intermediate_size: config.intermediate_size, activation },
+            hidden_size: config.hidden_size,
+            norm: config.norm(),
+            weights: ModuleWeights { input: weight(std), output: weight(std / (num_branches as f64).sqrt()) },
+        }
     }
 
     /// Adds the norms of queries and keys, then the biases of the modules, if there are any.
     fn add_norms_and_biases(
         self,
         config: &ModelConfig,
-        (mixer, mlp): (&mut TokenMixer, &mut Mlp),
+        mixer: &mut TokenMixer,
+        mlp: &mut Mlp,
         parameters: &mut ParameterList,
     ) {
         mixer.add_norms_and_biases(parameters, self.attention, config.norm());
@@ -162,7 +155,7 @@ impl DecoderLayer {
                 config.multipliers.residual,
             )
         });
-        parts.add_norms_and_biases(config, (&mut mixer, &mut mlp), &mut parameters);
+        parts.add_norms_and_biases(config, &mut mixer, &mut mlp, &mut parameters);
         let scalar = parts.scalar.map(|name| parameters.add_constant(name, [1], Init::Ones));
         Self { parameters, attention_branch, mixer, mlp_branch, mlp, scalar }
     }
@@ -205,9 +198,9 @@ impl Block for DecoderLayer {
         kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
-        let output = self.mixer.forward(&self.attention_branch, x, kept, pass)?;
+        let output = self.mixer.forward(self.attention_branch.input(x), kept, pass)?;
         let mid = self.mid(x, &output, pass)?;
-        let (y, mlp_state) = self.mlp.forward(&self.mlp_branch, &mid, kept.is_state(), pass)?;
+        let (y, mlp_state) = self.mlp.forward(self.mlp_branch.input(&mid), kept.is_state(), pass)?;
         recycle_unless(mid, &output, pass);
         self.multiply(&y, pass)?;
         Ok((y, BlockOutputs { mixer: Some(output), mlp_state, mlp: None }))
@@ -221,7 +214,7 @@ impl Block for DecoderLayer {
     ) -> Result<SavedBlock, LayerError> {
         let (output, mixer) = match self.mixer.checkpoint_has_output(pass.ctx) {
             true => (kept.next().ok_or_else(|| foreign(pass))?, Vec::new()),
-            false => self.mixer.recompute(&self.attention_branch, &x, kept, pass)?,
+            false => self.mixer.recompute(self.attention_branch.input(&x), kept, pass)?,
         };
         Ok(SavedBlock { x, mixer, outputs: BlockOutputs { mixer: Some(output), ..BlockOutputs::default() } })
     }
@@ -236,13 +229,14 @@ impl Block for DecoderLayer {
         let output = outputs.mixer.ok_or_else(|| foreign(forward))?;
         self.multiply(&dy, forward)?;
         let mid = self.mid(&x, &output, forward)?;
-        self.mlp.backward(&self.mlp_branch, &mid, outputs.mlp_state, &dy, pass)?;
+        self.mlp.backward(self.mlp_branch.input(&mid), outputs.mlp_state, &dy, pass)?;
         recycle_unless(mid, &output, forward);
         let mut output = Some(output);
         let take = || output.take().ok_or_else(|| foreign(forward));
         let doutput = self.attention_branch.backward_join(take, &dy, pass)?;
         forward.recycle(output);
-        self.mixer.backward(&self.attention_branch, &x, mixer, (&doutput, &dy), pass)?;
+        let gradients = BranchGradients { dy: &doutput, dx: &dy };
+        self.mixer.backward(self.attention_branch.input(&x), mixer, gradients, pass)?;
         recycle_unless(doutput, &dy, forward);
         Ok(dy)
     }

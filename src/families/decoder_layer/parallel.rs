@@ -6,8 +6,8 @@ use super::DecoderParts;
 use super::block::{Block, BlockOutputs, SavedBlock};
 use crate::families::ModelConfig;
 use crate::nn::{
-    BackwardPass, Branch, ForwardPass, Layer, LayerError, MixerKept, Mlp, MlpSaved, ParameterList,
-    TensorRank, TokenMixer,
+    BackwardPass, Branch, BranchGradients, ForwardPass, Layer, LayerError, MixerKept, Mlp, MlpSaved,
+    ParameterList, TensorRank, TokenMixer,
 };
 use candle_core::Tensor;
 use divided::DividedParallelDecoder;
@@ -43,7 +43,7 @@ impl ParallelDecoderLayer {
             Some(_) => branch(parts.mlp_norms).module_beside(),
             None => attention_branch.module_beside(),
         };
-        parts.add_norms_and_biases(config, (&mut attention, &mut mlp), &mut parameters);
+        parts.add_norms_and_biases(config, &mut attention, &mut mlp, &mut parameters);
         let has_two_norms = parts.mlp_norms.before.is_some();
         Self { parameters, attention_branch, attention, mlp_branch, mlp, has_two_norms }
     }
@@ -56,7 +56,7 @@ impl ParallelDecoderLayer {
         keep: bool,
         pass: &ForwardPass<'_>,
     ) -> Result<Option<MlpSaved>, LayerError> {
-        let (output, saved) = self.mlp.forward(&self.mlp_branch, x, keep, pass)?;
+        let (output, saved) = self.mlp.forward(self.mlp_branch.input(x), keep, pass)?;
         elementwise::accumulate(y, &output)?;
         pass.recycle([output]);
         Ok(saved)
@@ -82,7 +82,7 @@ impl Block for ParallelDecoderLayer {
         kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
-        let y = self.attention.forward(&self.attention_branch, x, kept, pass)?;
+        let y = self.attention.forward(self.attention_branch.input(x), kept, pass)?;
         let mlp_state = self.add_mlp(x, &y, kept.is_state(), pass)?;
         Ok((y, BlockOutputs { mlp_state, ..BlockOutputs::default() }))
     }
@@ -107,8 +107,9 @@ impl Block for ParallelDecoderLayer {
         // The gradient of the sum is that of `x`, to which both modules add theirs.
         let dx = pass.forward.workspace().alloc(dy.dims())?;
         strided_copy::copy(&dy, &dx)?;
-        self.mlp.backward(&self.mlp_branch, &x, outputs.mlp_state, &dx, pass)?;
-        self.attention.backward(&self.attention_branch, &x, mixer, (&dy, &dx), pass)?;
+        self.mlp.backward(self.mlp_branch.input(&x), outputs.mlp_state, &dx, pass)?;
+        let gradients = BranchGradients { dy: &dy, dx: &dx };
+        self.attention.backward(self.attention_branch.input(&x), mixer, gradients, pass)?;
         pass.forward.recycle([dy]);
         Ok(dx)
     }

@@ -4,8 +4,8 @@ use super::block::{Block, BlockOutputs, SavedBlock, foreign};
 use super::{DecoderParts, divided_branch};
 use crate::families::ModelConfig;
 use crate::nn::{
-    BackwardPass, Branch, ForwardPass, Layer, LayerError, MixerKept, ParameterList, TensorRank, TokenMixer,
-    recycle_unless,
+    BackwardPass, Branch, BranchGradients, ForwardPass, Layer, LayerError, MixerKept, ParameterList,
+    TensorRank, TokenMixer, recycle_unless,
 };
 use candle_core::Tensor;
 
@@ -30,8 +30,8 @@ impl SingleBranchLayer {
         let has_gate = config.layers[index].attention().is_some_and(|attention| attention.output_gate);
         assert!(!has_gate, "the attention of a layer of one branch has no output gate");
         let mut parameters = ParameterList::new(config.layer_name(index));
-        let weights = parts.weights(config, config.num_layers());
-        let mut module = parts.mixer(config, index, weights, &mut parameters);
+        let mixer_parts = parts.mixer_parts(config, config.num_layers());
+        let mut module = TokenMixer::new(&mut parameters, config.layers[index], mixer_parts);
         let (norm, factor) = (config.norm(), config.multipliers.residual);
         let branch = Branch::new(&mut parameters, parts.attention_norms, config.hidden_size, norm, factor);
         match &mut module {
@@ -66,10 +66,10 @@ impl Block for SingleBranchLayer {
         let Self { branch, module, .. } = self;
         let output = if self.is_divided {
             let alone =
-                |input: &Tensor| Ok((module.forward(&Branch::module_alone(), input, kept, pass)?, ()));
-            divided_branch::run(branch, x, alone, pass)?.0
+                |input: &Tensor| Ok((module.forward(Branch::module_alone().input(input), kept, pass)?, ()));
+            divided_branch::run(branch.input(x), alone, pass)?.0
         } else {
-            let output = module.forward(branch, x, kept, pass)?;
+            let output = module.forward(branch.input(x), kept, pass)?;
             if module.joins_its_branch() {
                 return Ok((output, BlockOutputs::default()));
             }
@@ -88,7 +88,7 @@ impl Block for SingleBranchLayer {
     ) -> Result<SavedBlock, LayerError> {
         let mixer = match self.is_divided {
             true => {
-                let input = || divided_branch::gather_input(&self.branch, &x, pass);
+                let input = || divided_branch::gather_input(self.branch.input(&x), pass);
                 self.module.recompute_state(&Branch::module_alone(), input, kept, pass)?
             }
             false => self.module.recompute_state(&self.branch, || Ok(x.clone()), kept, pass)?,
@@ -105,14 +105,16 @@ impl Block for SingleBranchLayer {
         let Self { branch, module, .. } = self;
         // Without a norm behind the module, its output is not needed.
         let doutput = branch.backward_join(|| Err(foreign(&pass.forward)), &dy, pass)?;
+        let (input, gradients) = (branch.input(&x), BranchGradients { dy: &doutput, dx: &dy });
         match self.is_divided {
             true => {
                 let alone = Branch::module_alone();
-                let module =
-                    |input: &Tensor, dy: &Tensor| module.backward(&alone, input, saved, (dy, dy), pass);
-                divided_branch::run_backward(branch, &x, (&doutput, &dy), module, pass)?;
+                let module = |input: &Tensor, dy: &Tensor| {
+                    module.backward(alone.input(input), saved, BranchGradients { dy, dx: dy }, pass)
+                };
+                divided_branch::run_backward(input, gradients, module, pass)?;
             }
-            false => module.backward(branch, &x, saved, (&doutput, &dy), pass)?,
+            false => module.backward(input, saved, gradients, pass)?,
         }
         recycle_unless(doutput, &dy, &pass.forward);
         Ok(dy)

@@ -8,7 +8,7 @@ use crate::families::{
 };
 use crate::nn::{
     AttentionConfig, AttentionProjections, BranchNorms, Init, LinearAttentionConfig, LinearAttentionKind,
-    Mamba2Config, MixerConfig, MlpProjections, QkvNames,
+    LinearAttentionProjections, Mamba2Config, MixerConfig, MlpProjections, QkvNames,
 };
 use serde_json::{Value, json};
 use ulysses_kernels::causal_conv::MAX_WIDTH;
@@ -44,7 +44,7 @@ const HYBRID: DecoderParts = DecoderParts {
         o: "mixer.o_proj",
         ..AttentionProjections::LLAMA
     },
-    mamba: "mixer",
+    linear_attention: LinearAttentionProjections { mamba: "mixer", ..PARTS.linear_attention },
     mlp: MlpProjections::Plain(["mixer.up_proj", "mixer.down_proj"]),
     ..PARTS
 };

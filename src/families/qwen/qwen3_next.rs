@@ -2,7 +2,7 @@
 
 use super::qwen3_5::{read_hybrid, write as write_hybrid};
 use crate::families::{DecoderLayer, DecoderParts, Family, HfConfig, ModelConfig, ModelError, ModelNames};
-use crate::nn::DeltaNetProjections;
+use crate::nn::{DeltaNetProjections, LinearAttentionProjections};
 use serde_json::{Value, json};
 
 pub(in crate::families) static QWEN3_NEXT: Family = Family {
@@ -16,7 +16,13 @@ pub(in crate::families) static QWEN3_NEXT: Family = Family {
     models: &[],
 };
 
-const PARTS: DecoderParts = DecoderParts { delta_net: DeltaNetProjections::ByKeyHead, ..DecoderParts::LLAMA };
+const PARTS: DecoderParts = DecoderParts {
+    linear_attention: LinearAttentionProjections {
+        delta_net: DeltaNetProjections::ByKeyHead,
+        ..DecoderParts::LLAMA.linear_attention
+    },
+    ..DecoderParts::LLAMA
+};
 
 const NUM_EXPERTS: &str = "num_experts";
 const DENSE_LAYERS: &str = "mlp_only_layers";

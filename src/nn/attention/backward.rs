@@ -4,8 +4,9 @@ use super::chunk_pipeline::run_chunks;
 use super::output_gate::{self, GatedOutput};
 use super::saved::{AttentionSaved, ChunkState, HeadNorms, QkvHeads, shares_output};
 use super::{HeadChunk, SelfAttention, trim_after_chunks};
-use crate::nn::{BackwardPass, Branch, LayerError, recycle_unless, token_dims, token_rows};
+use crate::nn::{BackwardPass, BranchGradients, BranchInput, LayerError, token_dims, token_rows};
 use candle_core::Tensor;
+use std::ops::Range;
 use ulysses_kernels::attention::{self, AttentionLayout, QkvGradients, Returning, SavedAttention, Upstream};
 use ulysses_kernels::rope::Direction;
 use ulysses_kernels::strided_copy;
@@ -13,9 +14,8 @@ use ulysses_kernels::strided_copy;
 /// One backward pass.
 struct AttentionBackward<'a> {
     module: &'a SelfAttention,
-    branch: &'a Branch,
-    x: &'a Tensor,
-    /// Reciprocal root mean squares of the tokens of `x`.
+    input: BranchInput<'a>,
+    /// Reciprocal root mean squares of its tokens.
     rstd: Tensor,
     /// The gradient of the output.
     dy: &'a Tensor,
@@ -43,31 +43,27 @@ struct AwaitedOutput<'p> {
 }
 
 impl SelfAttention {
-    /// Backward of [`forward`](Self::forward) for the gradient `dy` of the attention's output: adds to the gradients of the
-    /// parameters and of `x`. `dx` may be `dy`. A chunk is recomputed as far as its state is not saved.
-    ///
-    /// # Shapes
-    /// `x`, `dy`, `dx`: `[batch, seq_local, hidden]`.
+    /// Backward of [`forward`](Self::forward): also adds to the gradients of the parameters. A chunk is recomputed as far as its state
+    /// is not saved.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         saved_chunks: Vec<AttentionSaved>,
-        (dy, dx): (&Tensor, &Tensor),
+        BranchGradients { dy, dx }: BranchGradients<'_>,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
-        let rstd = pass.forward.workspace().alloc_f32(token_dims(x))?;
-        AttentionBackward { module: self, branch, x, rstd, dy, pass }.run(saved_chunks, dx)
+        let rstd = pass.forward.workspace().alloc_f32(token_dims(input.x))?;
+        AttentionBackward { module: self, input, rstd, dy, pass }.run(saved_chunks, dx)
     }
 }
 
 impl AttentionBackward<'_> {
     fn run(self, saved_chunks: Vec<AttentionSaved>, dx: &Tensor) -> Result<(), LayerError> {
         let forward = &self.pass.forward;
-        let dnormed = forward.workspace().alloc(self.x.dims())?;
+        let dnormed = forward.workspace().alloc(self.input.x.dims())?;
         self.module.o.backward_bias(self.dy, self.pass)?;
         let mut saved_chunks = saved_chunks.into_iter();
         let mut accumulates = false;
@@ -76,7 +72,7 @@ impl AttentionBackward<'_> {
             forward.ctx.overlaps_exchange(),
             |chunk| match saved_chunks.next() {
                 Some(AttentionSaved { state: ChunkState::Whole { inner, out, norms }, gate }) => {
-                    self.start_saved(chunk, inner, out, (norms, gate))
+                    self.start_saved(chunk, inner, out, norms, gate)
                 }
                 Some(AttentionSaved { state: ChunkState::Output { out, lse }, gate }) => {
                     self.start_from_output(chunk, out, lse, gate)
@@ -86,10 +82,10 @@ impl AttentionBackward<'_> {
             |_, attend| attend(),
             |chunk, returning| {
                 let dqkv = self.finish(chunk, returning)?;
-                self.backward_projections(chunk, (dqkv, std::mem::replace(&mut accumulates, true)), &dnormed)
+                self.backward_projections(chunk, dqkv, &dnormed, std::mem::replace(&mut accumulates, true))
             },
         )?;
-        let Self { branch, x, rstd, pass, .. } = self;
+        let Self { input: BranchInput { branch, x }, rstd, pass, .. } = self;
         branch.backward_enter(&dnormed, x, &rstd, dx, pass)?;
         forward.recycle([dnormed, rstd]);
         trim_after_chunks(forward);
@@ -102,7 +98,8 @@ impl AttentionBackward<'_> {
         chunk: &HeadChunk,
         inner: SavedAttention,
         out: Tensor,
-        (norms, gate): (HeadNorms, Option<Tensor>),
+        norms: HeadNorms,
+        gate: Option<Tensor>,
     ) -> Result<Attend<'_>, LayerError> {
         let forward = &self.pass.forward;
         let (ws, layout) = (forward.workspace(), self.layout(chunk)?);
@@ -206,7 +203,7 @@ impl AttentionBackward<'_> {
     }
 
     fn project_heads(&self, chunk: &HeadChunk) -> Result<QkvHeads, LayerError> {
-        self.module.project_heads(self.branch, chunk, (self.x, &self.rstd), &self.pass.forward)
+        self.module.project_heads(self.input, &self.rstd, chunk, &self.pass.forward)
     }
 
     /// The gradient of a chunk's output, with the gate and the gradient of the gated output if there is one.
@@ -247,32 +244,32 @@ impl AttentionBackward<'_> {
         }
     }
 
-    /// Adds to the gradients of a chunk's rows of the weights, and to `dnormed`; the first chunk overwrites
+    /// Adds to the gradients of a chunk's rows of the weights, and to `dnormed`, or overwrites
     /// `dnormed`.
     fn backward_projections(
         &self,
         chunk: &HeadChunk,
-        (dqkv, accumulates): ([Tensor; 3], bool),
+        dqkv: [Tensor; 3],
         dnormed: &Tensor,
+        accumulates: bool,
     ) -> Result<(), LayerError> {
-        let Self { module, branch, x, rstd, pass, .. } = self;
+        let Self { module, input, rstd, pass, .. } = self;
         let forward = &pass.forward;
         let parts = [(&module.q, &chunk.q), (&module.k, &chunk.kv), (&module.v, &chunk.kv)];
         let rows = parts.map(|(projection, heads)| {
             Ok((projection.rows(heads, forward)?, projection.gradient_rows(heads, pass)))
         });
         let rows = rows.into_iter().collect::<Result<Vec<_>, LayerError>>()?;
-        for tile in forward.ctx.token_tiles() {
-            let x = token_rows(x, &tile)?;
-            let normed = branch.enter(&x, &token_rows(rstd, &tile)?, forward)?;
-            let dx = token_rows(dnormed, &tile)?;
+        let backward = |normed: &Tensor, tile: &Range<usize>| {
+            let dx = token_rows(dnormed, tile)?;
             for (index, (dy, (weights, gradients))) in dqkv.iter().zip(&rows).enumerate() {
-                let dy = token_rows(dy, &tile)?;
-                gradients.add(&dy, &normed)?;
+                let dy = token_rows(dy, tile)?;
+                gradients.add(&dy, normed)?;
                 weights.backward_input(&dy, &dx, accumulates || index > 0)?;
             }
-            recycle_unless(normed, &x, forward);
-        }
+            Ok(())
+        };
+        input.for_each_tile(rstd, backward, forward)?;
         forward.recycle(dqkv);
         Ok(())
     }

@@ -3,8 +3,9 @@
 use super::chunk_pipeline::run_chunks;
 use super::saved::{AttentionSaved, QkvHeads, ReturningChunk, Saves};
 use super::{HeadChunk, SelfAttention, output_gate, trim_after_chunks};
-use crate::nn::{Branch, ForwardPass, LayerError, recycle_unless, token_dims, token_rows};
+use crate::nn::{BranchInput, ForwardPass, LayerError, token_dims, token_rows};
 use candle_core::Tensor;
+use std::ops::Range;
 use ulysses_kernels::rope::Direction;
 
 impl SelfAttention {
@@ -12,28 +13,26 @@ impl SelfAttention {
     /// it, or that of a checkpoint.
     ///
     /// # Shapes
-    /// `x`, result: `[batch, seq_local, hidden]`.
+    /// Result: `[batch, seq_local, hidden]`.
     ///
     /// # Errors
     /// A number of head chunks that the KV heads do not allow, a refused operation, or failed communication.
     pub fn forward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         saves: Saves,
         mut keep: impl FnMut(AttentionSaved),
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let (ctx, ws) = (pass.ctx, pass.workspace());
-        let y = branch.open(x, pass)?;
+        let y = input.branch.open(input.x, pass)?;
         self.o.add_bias_to(&y, pass)?;
-        let rstd = ws.alloc_f32(token_dims(x))?;
+        let rstd = ws.alloc_f32(token_dims(input.x))?;
         run_chunks(
             &self.head_chunks(pass)?,
             ctx.overlaps_exchange(),
             |chunk| {
-                let QkvHeads { q, k, v, norms, gate } =
-                    self.project_heads(branch, chunk, (x, &rstd), pass)?;
+                let QkvHeads { q, k, v, norms, gate } = self.project_heads(input, &rstd, chunk, pass)?;
                 Ok((
                     ctx.attention().start_forward(q, k, v, &self.layout(chunk, pass, None)?, ws)?,
                     norms,
@@ -42,7 +41,7 @@ impl SelfAttention {
             },
             |_, (attend, norms, gate)| {
                 let (inner, out) = attend(())?;
-                let mut chunk = ReturningChunk::new(inner, (norms, gate), out);
+                let mut chunk = ReturningChunk::new(inner, norms, gate, out);
                 if saves == Saves::Checkpoint {
                     chunk.recycle_qkv(pass);
                 }
@@ -66,15 +65,14 @@ impl SelfAttention {
     /// As [`forward`](Self::forward).
     pub fn forward_from_outputs(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         saved_chunks: &mut [AttentionSaved],
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        let y = branch.open(x, pass)?;
+        let y = input.branch.open(input.x, pass)?;
         self.o.add_bias_to(&y, pass)?;
         for (chunk, saved) in self.head_chunks(pass)?.iter().zip(saved_chunks) {
-            saved.gate = self.project_gate(branch, chunk, x, pass)?;
+            saved.gate = self.project_gate(input, chunk, pass)?;
             self.add_projection(chunk, saved, &y, pass)?;
         }
         Ok(y)
@@ -100,22 +98,19 @@ impl SelfAttention {
     /// The gate of one chunk, if there is one.
     fn project_gate(
         &self,
-        branch: &Branch,
+        input: BranchInput<'_>,
         chunk: &HeadChunk,
-        x: &Tensor,
         pass: &ForwardPass<'_>,
     ) -> Result<Option<Tensor>, LayerError> {
         if !self.shape.output_gate {
             return Ok(None);
         }
         let (rows, joint) = (self.q.rows(&chunk.q, pass)?, self.q.alloc_outputs(&chunk.q, pass)?);
-        let rstd = pass.workspace().alloc_f32(token_dims(x))?;
-        for tile in pass.ctx.token_tiles() {
-            let x = token_rows(x, &tile)?;
-            let normed = branch.enter(&x, &token_rows(&rstd, &tile)?, pass)?;
-            rows.forward(&normed, &token_rows(&joint, &tile)?, false, pass.workspace())?;
-            recycle_unless(normed, &x, pass);
-        }
+        let rstd = pass.workspace().alloc_f32(token_dims(input.x))?;
+        let project = |normed: &Tensor, tile: &Range<usize>| {
+            rows.forward(normed, &token_rows(&joint, tile)?, false, pass.workspace())
+        };
+        input.for_each_tile(&rstd, project, pass)?;
         let [q, gate] = output_gate::split(joint, pass)?;
         pass.recycle([q, rstd]);
         Ok(Some(gate))
@@ -124,9 +119,9 @@ impl SelfAttention {
     /// Queries, keys, values and gate of one chunk. Writes the tokens' reciprocal root mean squares to `rstd`.
     pub(super) fn project_heads(
         &self,
-        branch: &Branch,
+        input: BranchInput<'_>,
+        rstd: &Tensor,
         chunk: &HeadChunk,
-        (x, rstd): (&Tensor, &Tensor),
         pass: &ForwardPass<'_>,
     ) -> Result<QkvHeads, LayerError> {
         let of_chunk = [(&self.q, &chunk.q), (&self.k, &chunk.kv), (&self.v, &chunk.kv)];
@@ -134,14 +129,12 @@ impl SelfAttention {
         let (wq, wk, wv) = (wq?, wk?, wv?);
         let [q, k, v] = of_chunk.map(|(projection, heads)| projection.alloc_outputs(heads, pass));
         let (q, k, v) = (q?, k?, v?);
-        for tile in pass.ctx.token_tiles() {
-            let x = token_rows(x, &tile)?;
-            let normed = branch.enter(&x, &token_rows(rstd, &tile)?, pass)?;
-            for (weights, y) in [(&wq, &q), (&wk, &k), (&wv, &v)] {
-                weights.forward(&normed, &token_rows(y, &tile)?, false, pass.workspace())?;
-            }
-            recycle_unless(normed, &x, pass);
-        }
+        let project = |normed: &Tensor, tile: &Range<usize>| {
+            [(&wq, &q), (&wk, &k), (&wv, &v)].into_iter().try_for_each(|(weights, y)| {
+                weights.forward(normed, &token_rows(y, tile)?, false, pass.workspace())
+            })
+        };
+        input.for_each_tile(rstd, project, pass)?;
         let (q, gate) = match self.shape.output_gate {
             true => output_gate::split(q, pass).map(|[q, gate]| (q, Some(gate)))?,
             false => (q, None),

@@ -137,7 +137,7 @@ impl HeadProjection {
         let (Some(norm), Some(saved)) = (&self.norm, saved) else { return Ok(dy) };
         let dheads = pass.forward.workspace().alloc(dy.dims())?;
         let [dy_rows, heads, dheads_rows] = [&dy, &saved.heads, &dheads].map(|tensor| norm.rows(tensor));
-        norm.norm.backward(&dy_rows?, &heads?, &saved.rstd, (&dheads_rows?, false), pass)?;
+        norm.norm.backward(&dy_rows?, &heads?, &saved.rstd, &dheads_rows?, false, pass)?;
         pass.forward.recycle([dy]);
         pass.forward.recycle(saved.into_tensors());
         Ok(dheads)

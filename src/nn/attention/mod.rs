@@ -24,8 +24,8 @@ pub use saved::{AttentionSaved, Saves};
 pub(super) use saved::{ChunkState, ReturningChunk, shares_output};
 
 use super::{
-    AttentionExtent, AttentionMask, BackwardPass, ForwardPass, GroupNames, LayerError, Linear, Norm,
-    NormConfig, Parameter, ParameterList, TensorRank, WeightSpec,
+    AttentionExtent, AttentionMask, BackwardPass, ForwardPass, GroupNames, LayerError, Linear, ModuleWeights,
+    Norm, NormConfig, Parameter, ParameterList, TensorRank,
 };
 use candle_core::Tensor;
 pub(super) use head_division::scaled;
@@ -171,24 +171,23 @@ impl SelfAttention {
         projections: AttentionProjections,
         hidden_size: usize,
         shape: AttentionConfig,
-        [qkv, o]: [WeightSpec; 2],
+        weights: ModuleWeights,
     ) -> Self {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = shape;
         let per_head = [shape.q_outputs_per_head(), head_dim, head_dim];
         let outs = [num_heads * per_head[0], num_kv_heads * head_dim, num_kv_heads * head_dim];
-        let init = qkv.init;
         let qkv = match (projections.qkv, shape.values_from_keys) {
             (QkvNames::Each([q, k, _]), true) => {
                 let (names, outs) = (GroupNames::Each([q, k]), [outs[0], outs[1]]);
-                let [q, k] = Linear::group(parameters, names, outs, hidden_size, qkv);
+                let [q, k] = Linear::group(parameters, names, outs, hidden_size, weights.input);
                 [q, k.clone(), k]
             }
             (_, true) => panic!("values from keys, but fused projections"),
-            _ => Linear::group(parameters, projections.qkv(head_dim), outs, hidden_size, qkv),
+            _ => Linear::group(parameters, projections.qkv(head_dim), outs, hidden_size, weights.input),
         };
         assert!(!(shape.values_from_keys && shape.qkv_bias), "values from keys, but biases");
-        let o = Linear::new(parameters, projections.o, [hidden_size, num_heads * head_dim], o);
-        let sinks = shape.sinks.then(|| parameters.add(projections.sinks, [num_heads], init));
+        let o = Linear::new(parameters, projections.o, [hidden_size, num_heads * head_dim], weights.output);
+        let sinks = shape.sinks.then(|| parameters.add(projections.sinks, [num_heads], weights.input.init));
         let mut per_head = per_head.into_iter();
         let [q, k, v] = qkv.map(|linear| {
             let outputs_per_head = per_head.next().unwrap_or(head_dim);

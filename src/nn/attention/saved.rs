@@ -40,7 +40,8 @@ pub(in crate::nn) struct ReturningChunk<'a> {
 impl<'a> ReturningChunk<'a> {
     pub(in crate::nn) fn new(
         inner: SavedAttention,
-        (norms, gate): (HeadNorms, Option<Tensor>),
+        norms: HeadNorms,
+        gate: Option<Tensor>,
         out: Returning<'a, Tensor>,
     ) -> Self {
         let SavedAttention { q, k, v, o, lse } = inner;

@@ -4,37 +4,31 @@ use super::forward::Projected;
 use super::{LatentAttention, LatentAttentionSaved};
 use crate::nn::attention::{ChunkState, shares_output};
 use crate::nn::projection;
-use crate::nn::{AttentionSaved, BackwardPass, Branch, LayerError};
+use crate::nn::{AttentionSaved, BackwardPass, BranchGradients, BranchInput, LayerError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{self, QkvGradients, Upstream};
 use ulysses_kernels::rope::Direction;
 
 impl LatentAttention {
-    /// Backward of [`forward`](Self::forward) for the gradient `dy` of the output: adds to the gradients of the parameters and of
-    /// `x`. `dx` may be `dy`. What is not saved is recomputed.
-    ///
-    /// # Shapes
-    /// `x`, `dy`, `dx`: `[batch, seq_local, hidden]`.
+    /// Backward of [`forward`](Self::forward): also adds to the gradients of the parameters. What is not saved is recomputed.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         saved: LatentAttentionSaved,
-        (dy, dx): (&Tensor, &Tensor),
+        BranchGradients { dy, dx }: BranchGradients<'_>,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
-        let (gradients, latents) = self.backward_attention(branch, x, saved, dy, pass)?;
-        self.backward_projections(branch, x, (gradients, latents), dx, pass)
+        let (gradients, latents) = self.backward_attention(input, saved, dy, pass)?;
+        self.backward_projections(input, gradients, latents, dx, pass)
     }
 
     /// The gradients of queries, keys and values, with the latents. Adds to the gradient of the output projection.
     fn backward_attention(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         saved: LatentAttentionSaved,
         dy: &Tensor,
         pass: &BackwardPass<'_>,
@@ -60,7 +54,7 @@ impl LatentAttention {
                 let delta = ws.alloc_f32((batch, heads, tokens))?;
                 attention::delta(&out, &dout, &delta)?;
                 ws.recycle(out);
-                let Projected { q, k, v, latents } = self.project(branch, x, forward)?;
+                let Projected { q, k, v, latents } = self.project(input, forward)?;
                 let upstream = Upstream { dout: &dout, lse: &lse, delta: &delta };
                 let gradients = attention.backward_recomputed(q, k, v, &upstream, &layout, ws)?;
                 forward.recycle([lse, delta]);
@@ -71,12 +65,12 @@ impl LatentAttention {
         Ok(result)
     }
 
-    /// Adds to the gradients of all other parameters and of `x`.
+    /// Adds to the gradients of all other parameters and of the residual stream, `dx`.
     fn backward_projections(
         &self,
-        branch: &Branch,
-        x: &Tensor,
-        ((dq, dk, dv), latents): (QkvGradients, Vec<Tensor>),
+        input: BranchInput<'_>,
+        (dq, dk, dv): QkvGradients,
+        latents: Vec<Tensor>,
         dx: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
@@ -85,6 +79,6 @@ impl LatentAttention {
         self.rotate(&dk_rope, Direction::Backward, forward)?;
         self.rotate_queries(&dq, Direction::Backward, forward)?;
         let doutputs = vec![(&self.q, dq), (&self.kv, djoint), (&self.k_rope, dk_rope)];
-        projection::backward_project(branch, x, (doutputs, latents), dx, pass)
+        projection::backward_project(input, doutputs, latents, dx, pass)
     }
 }

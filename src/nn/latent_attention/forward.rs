@@ -3,7 +3,7 @@
 use super::{LatentAttention, LatentAttentionSaved};
 use crate::nn::attention::ReturningChunk;
 use crate::nn::projection;
-use crate::nn::{Branch, ForwardPass, LayerError, Saves, token_dims};
+use crate::nn::{BranchInput, ForwardPass, LayerError, Saves, token_dims};
 use candle_core::Tensor;
 use ulysses_kernels::rope::Direction;
 
@@ -19,23 +19,22 @@ impl LatentAttention {
     /// Adds the attention's output to the tensor that the branch opens. Also returns the state: all of it, or that of a checkpoint.
     ///
     /// # Shapes
-    /// `x`, result: `[batch, seq_local, hidden]`.
+    /// Result: `[batch, seq_local, hidden]`.
     ///
     /// # Errors
     /// More than one head chunk, a refused operation, or failed communication.
     pub fn forward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         saves: Saves,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, LatentAttentionSaved), LayerError> {
         self.check_chunks(pass)?;
-        let y = branch.open(x, pass)?;
-        let Projected { q, k, v, latents } = self.project(branch, x, pass)?;
+        let y = input.branch.open(input.x, pass)?;
+        let Projected { q, k, v, latents } = self.project(input, pass)?;
         let attend = pass.ctx.attention().start_forward(q, k, v, &self.layout(pass)?, pass.workspace())?;
         let (inner, out) = attend(())?;
-        let mut returning = ReturningChunk::new(inner, ([None, None, None], None), out);
+        let mut returning = ReturningChunk::new(inner, [None, None, None], None, out);
         let mut latents = Some(latents);
         if saves == Saves::Checkpoint {
             returning.recycle_qkv(pass);
@@ -52,12 +51,11 @@ impl LatentAttention {
     /// As [`forward`](Self::forward).
     pub fn forward_from_output(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         saved: &LatentAttentionSaved,
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        let y = branch.open(x, pass)?;
+        let y = input.branch.open(input.x, pass)?;
         self.add_output(saved, &y, pass)?;
         Ok(y)
     }
@@ -74,17 +72,16 @@ impl LatentAttention {
     /// All projections of this rank's tokens, rotated.
     pub(super) fn project(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         pass: &ForwardPass<'_>,
     ) -> Result<Projected, LayerError> {
-        let (ws, (batch, tokens)) = (pass.workspace(), token_dims(x));
+        let (ws, (batch, tokens)) = (pass.workspace(), token_dims(input.x));
         let heads = |size: usize| ws.alloc((batch, tokens, self.shape.num_heads, size));
         let q = heads(self.shape.head_dim)?;
         let joint = heads(self.k_nope_dim() + self.latent.value_head_dim)?;
         let k_rope = ws.alloc((batch, tokens, 1, self.latent.rope_head_dim))?;
         let outputs = [(&self.q, &q), (&self.kv, &joint), (&self.k_rope, &k_rope)];
-        let latents = projection::project(branch, x, &outputs, pass)?;
+        let latents = projection::project(input, &outputs, pass)?;
         self.rotate_queries(&q, Direction::Forward, pass)?;
         self.rotate(&k_rope, Direction::Forward, pass)?;
         let [k, v] = self.split(joint, k_rope, pass)?;

@@ -24,7 +24,7 @@ use super::attention::scaled;
 use super::projection::Projection;
 use super::{
     AttentionConfig, AttentionExtent, ForwardPass, GroupNames, HeadDivision, LatentConfig, LayerError,
-    Linear, Norm, ParameterList, TensorRank, WeightSpec,
+    Linear, ModuleWeights, Norm, ParameterList, TensorRank,
 };
 use ulysses_kernels::attention::AttentionLayout;
 
@@ -48,29 +48,35 @@ impl LatentAttention {
     /// Adds the parameters under `self_attn`, by the names of DeepSeek.
     pub fn new(
         parameters: &mut ParameterList,
-        hidden: usize,
-        (shape, latent): (AttentionConfig, LatentConfig),
-        [weight, o]: [WeightSpec; 2],
+        hidden_size: usize,
+        shape: AttentionConfig,
+        latent: LatentConfig,
+        weights: ModuleWeights,
     ) -> Self {
         let AttentionConfig { num_heads, head_dim, .. } = shape;
         let LatentConfig { q_rank, kv_rank, rope_head_dim, value_head_dim, .. } = latent;
-        let q_size = num_heads * head_dim;
+        let (weight, q_size) = (weights.input, num_heads * head_dim);
         let q = match q_rank {
-            None => Projection::Direct(Linear::new(parameters, "self_attn.q_proj", [q_size, hidden], weight)),
+            None => {
+                let q = Linear::new(parameters, "self_attn.q_proj", [q_size, hidden_size], weight);
+                Projection::Direct(q)
+            }
             Some(rank) => {
-                let down = Linear::new(parameters, "self_attn.q_a_proj", [rank, hidden], weight);
+                let down = Linear::new(parameters, "self_attn.q_a_proj", [rank, hidden_size], weight);
                 let norm = Norm::new(parameters, "self_attn.q_a_layernorm", rank, EPS.into());
-                Projection::of_low_rank(parameters, "self_attn.q_b_proj", (down, Some(norm)), q_size, weight)
+                let name = "self_attn.q_b_proj";
+                Projection::through_latent(parameters, name, down, Some(norm), q_size, weight)
             }
         };
         let name = GroupNames::One("self_attn.kv_a_proj_with_mqa");
-        let [down, k_rope] = Linear::group(parameters, name, [kv_rank, rope_head_dim], hidden, weight);
+        let [down, k_rope] = Linear::group(parameters, name, [kv_rank, rope_head_dim], hidden_size, weight);
         let kv_size = num_heads * (head_dim - rope_head_dim + value_head_dim);
         let norm = Norm::new(parameters, "self_attn.kv_a_layernorm", kv_rank, EPS.into());
-        let kv =
-            Projection::of_low_rank(parameters, "self_attn.kv_b_proj", (down, Some(norm)), kv_size, weight);
+        let name = "self_attn.kv_b_proj";
+        let kv = Projection::through_latent(parameters, name, down, Some(norm), kv_size, weight);
         let k_rope = Projection::Direct(k_rope);
-        let o = Linear::new(parameters, "self_attn.o_proj", [hidden, num_heads * value_head_dim], o);
+        let values = num_heads * value_head_dim;
+        let o = Linear::new(parameters, "self_attn.o_proj", [hidden_size, values], weights.output);
         Self { shape, latent, q, kv, k_rope, o }
     }
 

@@ -77,6 +77,15 @@ impl From<Init> for WeightSpec {
     }
 }
 
+/// The new weights of a module.
+#[derive(Debug, Clone, Copy)]
+pub struct ModuleWeights {
+    /// Those of the projections of its input.
+    pub input: WeightSpec,
+    /// That of the projection of its output.
+    pub output: WeightSpec,
+}
+
 /// Names of the parameters of [`Linear::group`].
 #[derive(Debug, Clone, Copy)]
 pub enum GroupNames<'a, const N: usize> {

@@ -2,24 +2,19 @@
 
 use super::{LinearAttention, LinearAttentionSaved};
 use crate::nn::projection::backward_project;
-use crate::nn::{BackwardPass, Branch, Gathered, LayerError, token_rows};
+use crate::nn::{BackwardPass, BranchGradients, BranchInput, Gathered, LayerError, token_rows};
 use candle_core::Tensor;
 
 impl LinearAttention {
-    /// Backward of [`forward`](Self::forward) for the gradient `dy` of the output: adds to the gradients of the parameters and
-    /// of `x`. `dx` may be `dy`.
-    ///
-    /// # Shapes
-    /// `x`, `dy`, `dx`: `[batch, seq_local, hidden]`.
+    /// Backward of [`forward`](Self::forward): also adds to the gradients of the parameters.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         saved: LinearAttentionSaved,
-        (dy, dx): (&Tensor, &Tensor),
+        BranchGradients { dy, dx }: BranchGradients<'_>,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         let forward = &pass.forward;
@@ -35,7 +30,7 @@ impl LinearAttention {
             }
         };
         let doutputs = self.mixed.iter().zip(Vec::from(dmixed)).chain([(&self.z, dz)]).collect();
-        backward_project(branch, x, (doutputs, latents), dx, pass)
+        backward_project(input, doutputs, latents, dx, pass)
     }
 
     /// Backward of output projection, gate and norm. Returns the gradients of `out` and `z`, which are recycled.

@@ -5,7 +5,7 @@ use super::gated_norm::Gated;
 use super::mixed::Mixed;
 use super::saved::LinearAttentionSaved;
 use crate::nn::projection;
-use crate::nn::{Branch, ForwardPass, Gathered, LayerError, token_dims, token_rows};
+use crate::nn::{BranchInput, ForwardPass, Gathered, LayerError, token_dims, token_rows};
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -13,19 +13,18 @@ impl LinearAttention {
     /// Adds the output to the tensor that the branch opens. Returns the state for the backward pass, if `keep`.
     ///
     /// # Shapes
-    /// `x`, result: `[batch, seq_local, hidden]`.
+    /// Result: `[batch, seq_local, hidden]`.
     ///
     /// # Errors
     /// A refused operation, or failed communication.
     pub fn forward(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         keep: bool,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<LinearAttentionSaved>), LayerError> {
-        let y = branch.open(x, pass)?;
-        let (mixed, z, latents) = self.project(branch, x, pass)?;
+        let y = input.branch.open(input.x, pass)?;
+        let (mixed, z, latents) = self.project(input, pass)?;
         let (out, heads) = match self.extended_tokens(pass)? {
             Some(extended) => self.forward_passed(mixed, &extended, keep, pass)?,
             None => {
@@ -52,12 +51,11 @@ impl LinearAttention {
     /// All projections of this rank's tokens: the tensors to exchange, z, and the latents.
     fn project(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         pass: &ForwardPass<'_>,
     ) -> Result<(Mixed<Tensor>, Tensor, Vec<Tensor>), LayerError> {
         let (ws, shape) = (pass.workspace(), &self.shape);
-        let (batch, tokens) = token_dims(x);
+        let (batch, tokens) = token_dims(input.x);
         let keys = || ws.alloc((batch, tokens, shape.num_key_heads, shape.key_head_dim));
         let values = |dim| ws.alloc((batch, tokens, shape.num_value_heads, dim));
         let qkv = [keys()?, keys()?, values(shape.value_head_dim)?];
@@ -65,7 +63,7 @@ impl LinearAttention {
         let mixed = Mixed { qkv, b, a: values(shape.decays_per_head())? };
         let z = values(shape.value_head_dim)?;
         let outputs: Vec<_> = self.mixed.iter().zip(mixed.iter()).chain([(&self.z, &z)]).collect();
-        let latents = projection::project(branch, x, &outputs, pass)?;
+        let latents = projection::project(input, &outputs, pass)?;
         Ok((mixed, z, latents))
     }
 

@@ -86,7 +86,7 @@ impl GatedNorm {
                 let [dgated, dnormed, out, z, dout, dz] = tensors;
                 let (normed, rstd, dnormed) = (&gated.inner[0], &gated.rstds[0], dnormed?);
                 glu::backward(*activation, &dgated?, &z?, normed, &dz?, &dnormed)?;
-                norm.backward(&dnormed, &out?, rstd, (&dout?, false), pass)?;
+                norm.backward(&dnormed, &out?, rstd, &dout?, false, pass)?;
                 forward.recycle([dgated_rows]);
             }
             Self::OfGroups(norms) => {
@@ -94,7 +94,7 @@ impl GatedNorm {
                 for (((norm, dy), x), rstd) in norms.iter().zip(&dnormed).zip(&gated.inner).zip(&gated.rstds)
                 {
                     let dx = forward.workspace().alloc(x.dims())?;
-                    norm.backward(dy, x, rstd, (&dx, false), pass)?;
+                    norm.backward(dy, x, rstd, &dx, false, pass)?;
                     dgroups.push(dx);
                 }
                 let dproduct = join_columns(dgroups, forward)?;

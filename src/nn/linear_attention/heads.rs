@@ -115,7 +115,7 @@ impl LinearAttention {
         for (((x, dy), channels), conv) in
             qkv.into_iter().zip(dqkv).zip(self.channels(&share)).zip(&self.convs)
         {
-            results.push(conv.backward(&dy, &x, (&channels, forward.ctx.documents()), pass)?);
+            results.push(conv.backward(&dy, &x, &channels, forward.ctx.documents(), pass)?);
             forward.recycle([dy, x]);
         }
         let qkv = results.try_into().unwrap_or_else(|_| unreachable!("three convolutions"));
@@ -190,7 +190,7 @@ impl LinearAttention {
     ) -> Result<RecurrenceOperands, LayerError> {
         let channels = self.channels(share);
         let documents = pass.ctx.documents();
-        let conv = |x: &Tensor, part: usize| self.convs[part].forward(x, (&channels[part], documents), pass);
+        let conv = |x: &Tensor, part: usize| self.convs[part].forward(x, &channels[part], documents, pass);
         let qkv = [conv(q, 0)?, conv(k, 1)?, conv(v, 2)?];
         let gates = self.gates(a, b.as_ref(), share, pass)?;
         let layout = pass.ctx.linear_attention_layout(&share.v_to_k(self.shape.heads()));

@@ -39,13 +39,14 @@ mod projections;
 mod saved;
 
 pub use config::{LinearAttentionConfig, LinearAttentionKind, Mamba2Config};
-pub use projections::DeltaNetProjections;
+pub use projections::{DeltaNetProjections, LinearAttentionProjections};
 pub use saved::LinearAttentionSaved;
 
 use super::causal_conv::CausalConv;
 use super::projection::Projection;
 use super::{
-    ForwardPass, Gathered, GroupNames, Init, LayerError, Linear, Norm, NormConfig, Parameter, ParameterList,
+    ForwardPass, Gathered, GroupNames, Init, LayerError, Linear, ModuleWeights, Norm, NormConfig, Parameter,
+    ParameterList,
 };
 use candle_core::Tensor;
 use gated_norm::GatedNorm;
@@ -82,23 +83,22 @@ pub struct LinearAttention {
 }
 
 impl LinearAttention {
-    /// Adds the parameters under `linear_attn`, the name `mamba` for Mamba 2, or `self_attn` for Kimi Delta Attention, with initial values
-    /// `init`, those of the output's projection with `out_init`.
+    /// Adds the parameters under `linear_attn`, the name of a Mamba 2, or `self_attn` for Kimi Delta Attention. `eps`: that of the norms.
     pub fn new(
         parameters: &mut ParameterList,
-        (mamba, delta_net): (&str, DeltaNetProjections),
+        LinearAttentionProjections { mamba, delta_net }: LinearAttentionProjections,
         hidden_size: usize,
         shape: LinearAttentionConfig,
         eps: f64,
-        inits: [Init; 2],
+        weights: ModuleWeights,
     ) -> Self {
         match shape.kind {
             LinearAttentionKind::GatedDeltaNet => {
-                Self::gated_delta_net(parameters, delta_net, hidden_size, shape, eps, inits)
+                Self::gated_delta_net(parameters, delta_net, hidden_size, shape, eps, weights)
             }
-            LinearAttentionKind::KimiDelta => Self::kimi_delta(parameters, hidden_size, shape, eps, inits),
+            LinearAttentionKind::KimiDelta => Self::kimi_delta(parameters, hidden_size, shape, eps, weights),
             LinearAttentionKind::Mamba2(options) => {
-                Self::mamba2(parameters, mamba, hidden_size, (shape, options), eps, inits)
+                Self::mamba2(parameters, mamba, hidden_size, shape, options, eps, weights)
             }
         }
     }
@@ -109,15 +109,16 @@ impl LinearAttention {
         hidden_size: usize,
         shape: LinearAttentionConfig,
         eps: f64,
-        [init, out_init]: [Init; 2],
+        weights: ModuleWeights,
     ) -> Self {
         let LinearAttentionConfig { num_value_heads, value_head_dim, conv_width, .. } = shape;
+        let init = weights.input.init;
         let (key_dim, value_dim) = (shape.key_dim(), shape.value_dim());
-        let (mixed, z) = projections.add(parameters, hidden_size, shape, init);
-        let out = Linear::new(parameters, "linear_attn.out_proj", [hidden_size, value_dim], out_init);
+        let (mixed, z) = projections.add(parameters, hidden_size, shape, weights.input);
+        let out = Linear::new(parameters, "linear_attn.out_proj", [hidden_size, value_dim], weights.output);
         let num_channels = 2 * key_dim + value_dim;
         let channels = [0..key_dim, key_dim..2 * key_dim, 2 * key_dim..num_channels];
-        let conv = CausalConv::new(parameters, "linear_attn.conv1d", [num_channels, conv_width], init, true);
+        let conv = CausalConv::new(parameters, "linear_attn.conv1d", num_channels, conv_width, init, true);
         let dt_bias = parameters.add("linear_attn.dt_bias", [num_value_heads], Init::Ones);
         let a_log =
             parameters.add("linear_attn.A_log", [num_value_heads], Init::LogUniform { bounds: DECAYS });
@@ -132,27 +133,28 @@ impl LinearAttention {
         hidden_size: usize,
         shape: LinearAttentionConfig,
         eps: f64,
-        [init, out_init]: [Init; 2],
+        weights: ModuleWeights,
     ) -> Self {
         let LinearAttentionConfig { num_value_heads: heads, value_head_dim: rank, conv_width, .. } = shape;
-        let dim = shape.key_dim();
+        let (dim, weight, init) = (shape.key_dim(), weights.input, weights.input.init);
         let named = |part: &str| format!("self_attn.{part}");
         let qkv = ["q", "k", "v"]
-            .map(|part| Linear::new(parameters, &named(&format!("{part}_proj")), [dim, hidden_size], init));
+            .map(|part| Linear::new(parameters, &named(&format!("{part}_proj")), [dim, hidden_size], weight));
         let convs = ["q", "k", "v"].map(|part| {
-            CausalConv::new(parameters, &named(&format!("{part}_conv1d")), [dim, conv_width], init, true)
+            CausalConv::new(parameters, &named(&format!("{part}_conv1d")), dim, conv_width, init, true)
         });
         let mut low_rank = |name: &str| {
-            let down = Linear::new(parameters, &named(&format!("{name}_a_proj")), [rank, hidden_size], init);
-            Projection::of_low_rank(parameters, &named(&format!("{name}_b_proj")), (down, None), dim, init)
+            let down =
+                Linear::new(parameters, &named(&format!("{name}_a_proj")), [rank, hidden_size], weight);
+            Projection::through_latent(parameters, &named(&format!("{name}_b_proj")), down, None, dim, weight)
         };
         let (a, z) = (low_rank("f"), low_rank("g"));
-        let b = Some(Linear::new(parameters, &named("b_proj"), [heads, hidden_size], init));
+        let b = Some(Linear::new(parameters, &named("b_proj"), [heads, hidden_size], weight));
         let a_log = Init::LogUniform { bounds: MAMBA_DECAYS };
         let a_log = parameters.add(&named("A_log"), [1, 1, heads, 1], a_log);
         let dt_bias = parameters.add(&named("dt_bias"), [dim], KIMI_TIME_STEPS);
         let norm = Norm::new(parameters, &named("o_norm"), rank, NormConfig::from(eps));
-        let out = Linear::new(parameters, &named("o_proj"), [hidden_size, dim], out_init);
+        let out = Linear::new(parameters, &named("o_proj"), [hidden_size, dim], weights.output);
         let (qkv, b) = (qkv.map(Projection::Direct), b.map(Projection::Direct));
         let (mixed, channels) = (Mixed { qkv, b, a }, [0..dim, 0..dim, 0..dim]);
         let norm = GatedNorm::OfHeads(norm, Sigmoid);
@@ -164,9 +166,10 @@ impl LinearAttention {
         parameters: &mut ParameterList,
         name: &str,
         hidden_size: usize,
-        (shape, options): (LinearAttentionConfig, Mamba2Config),
+        shape: LinearAttentionConfig,
+        options: Mamba2Config,
         eps: f64,
-        [init, out_init]: [Init; 2],
+        weights: ModuleWeights,
     ) -> Self {
         let LinearAttentionConfig { num_key_heads, num_value_heads: heads, conv_width, .. } = shape;
         let Mamba2Config { time_step_bias, conv_bias, projection_bias, .. } = options;
@@ -175,15 +178,16 @@ impl LinearAttention {
             (shape.key_dim(), shape.value_dim(), 2 * shape.key_dim() + shape.value_dim());
         let (in_proj, out_proj, conv1d) = (named("in_proj"), named("out_proj"), named("conv1d"));
         let (names, outs) = (GroupNames::One(&in_proj), [value_dim, value_dim, key_dim, key_dim, heads]);
-        let mut projections = Linear::group(parameters, names, outs, hidden_size, init);
-        let mut out = Linear::new(parameters, &out_proj, [hidden_size, value_dim], out_init);
+        let mut projections = Linear::group(parameters, names, outs, hidden_size, weights.input);
+        let mut out = Linear::new(parameters, &out_proj, [hidden_size, value_dim], weights.output);
         if projection_bias {
             Linear::add_group_bias(parameters, names, projections.each_mut());
             out.add_bias(parameters, &out_proj);
         }
         let [z, v, k, q, a] = projections;
         let channels = [value_dim + key_dim..num_channels, value_dim..value_dim + key_dim, 0..value_dim];
-        let mut conv = CausalConv::new(parameters, &conv1d, [num_channels, conv_width], init, true);
+        let mut conv =
+            CausalConv::new(parameters, &conv1d, num_channels, conv_width, weights.input.init, true);
         if conv_bias {
             conv.add_bias(parameters, &conv1d, num_channels);
         }

@@ -135,7 +135,7 @@ impl LinearAttention {
         {
             extended.clear_around(&dy, ws)?;
             let dy = in_dtype(dy, x.dtype(), ws)?;
-            dextended.push(conv.backward(&dy, &x, (&channels, extended.convolved()), pass)?);
+            dextended.push(conv.backward(&dy, &x, &channels, extended.convolved(), pass)?);
             forward.recycle([dy, x]);
         }
         let reduced = extended.reduce(&dextended, ws)?;
@@ -154,7 +154,7 @@ impl LinearAttention {
         let (ws, share) = (pass.workspace(), self.all_heads());
         let channels = self.channels(&share);
         let conv = |part: usize| -> Result<Tensor, LayerError> {
-            let y = self.convs[part].forward(&qkv[part], (&channels[part], extended.convolved()), pass)?;
+            let y = self.convs[part].forward(&qkv[part], &channels[part], extended.convolved(), pass)?;
             let y = in_dtype(y, DType::F32, ws)?;
             extended.clear_around(&y, ws)?;
             Ok(y)

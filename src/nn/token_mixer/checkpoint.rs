@@ -1,7 +1,9 @@
 //! Activation checkpointing of a token mixer: the tensors that are saved, and recomputation from them.
 
 use super::{MixerSaved, TokenMixer};
-use crate::nn::{AttentionSaved, Branch, ForwardPass, LatentAttentionSaved, LayerContext, LayerError, Saves};
+use crate::nn::{
+    AttentionSaved, Branch, BranchInput, ForwardPass, LatentAttentionSaved, LayerContext, LayerError, Saves,
+};
 use candle_core::Tensor;
 
 /// The tensors of a token mixer that a forward pass keeps for the backward pass.
@@ -50,25 +52,24 @@ impl TokenMixer {
     /// As [`forward`](Self::forward), or a checkpoint of another layer.
     pub fn recompute(
         &self,
-        branch: &Branch,
-        x: &Tensor,
+        input: BranchInput<'_>,
         checkpoint: &mut impl Iterator<Item = Tensor>,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Vec<MixerSaved>), LayerError> {
         match self {
             Self::Attention(attention) if pass.ctx.saves_attention_output() => {
                 let mut chunks = saved_chunks(checkpoint, pass)?;
-                let output = attention.forward_from_outputs(branch, x, &mut chunks, pass)?;
+                let output = attention.forward_from_outputs(input, &mut chunks, pass)?;
                 Ok((output, chunks.into_iter().map(MixerSaved::Attention).collect()))
             }
             Self::LatentAttention(latent) if pass.ctx.saves_attention_output() => {
                 let saved = LatentAttentionSaved::from_checkpoint(saved_chunk(checkpoint, pass)?);
-                let output = latent.forward_from_output(branch, x, &saved, pass)?;
+                let output = latent.forward_from_output(input, &saved, pass)?;
                 Ok((output, vec![MixerSaved::LatentAttention(saved)]))
             }
             _ => {
                 let mut kept = MixerKept::State(Vec::new());
-                let output = self.forward(branch, x, &mut kept, pass)?;
+                let output = self.forward(input, &mut kept, pass)?;
                 Ok((output, kept.into_states()))
             }
         }
@@ -97,7 +98,7 @@ impl TokenMixer {
             return Ok(vec![MixerSaved::LatentAttention(saved)]);
         }
         let x = input()?;
-        let (output, saved) = self.recompute(branch, &x, checkpoint, pass)?;
+        let (output, saved) = self.recompute(branch.input(&x), checkpoint, pass)?;
         pass.recycle([output]);
         Ok(saved)
     }

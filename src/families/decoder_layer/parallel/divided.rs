@@ -2,10 +2,10 @@
 
 use super::ParallelDecoderLayer;
 use crate::families::decoder_layer::block::{Block, BlockOutputs, SavedBlock};
-use crate::families::decoder_layer::divided_branch::{gather_input, gathered_input};
+use crate::families::decoder_layer::divided_branch::{GatheredInput, gather_input};
 use crate::nn::{
-    BackwardPass, Branch, ForwardPass, LayerError, MixerKept, ParameterList, TensorRank, TokenMixer,
-    recycle_unless,
+    BackwardPass, Branch, BranchGradients, ForwardPass, LayerError, MixerKept, ParameterList, TensorRank,
+    TokenMixer,
 };
 use candle_core::Tensor;
 use ulysses_kernels::{elementwise, strided_copy};
@@ -46,12 +46,13 @@ impl Block for DividedParallelDecoder {
         kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
-        let input = gather_input(&self.0.attention_branch, x, pass)?;
-        let mlp_input = self.own_mlp_branch().map(|branch| gather_input(branch, x, pass)).transpose()?;
+        let input = gather_input(self.0.attention_branch.input(x), pass)?;
+        let own = self.own_mlp_branch().map(|branch| gather_input(branch.input(x), pass));
+        let mlp_input = own.transpose()?;
         let (alone, keep) = (Branch::module_alone(), kept.is_state());
-        let partial = self.0.attention.forward(&alone, &input, kept, pass)?;
-        let (output, mlp_state) =
-            self.0.mlp.forward(&alone, mlp_input.as_ref().unwrap_or(&input), keep, pass)?;
+        let partial = self.0.attention.forward(alone.input(&input), kept, pass)?;
+        let of_mlp = alone.input(mlp_input.as_ref().unwrap_or(&input));
+        let (output, mlp_state) = self.0.mlp.forward(of_mlp, keep, pass)?;
         elementwise::accumulate(&partial, &output)?;
         let y = pass.ctx.token_exchange(pass.layer)?.reduce_scatter(&partial)?;
         elementwise::accumulate(&y, x)?;
@@ -66,7 +67,7 @@ impl Block for DividedParallelDecoder {
         kept: &mut impl Iterator<Item = Tensor>,
         pass: &ForwardPass<'_>,
     ) -> Result<SavedBlock, LayerError> {
-        let input = || gather_input(&self.0.attention_branch, &x, pass);
+        let input = || gather_input(self.0.attention_branch.input(&x), pass);
         let mixer = self.0.attention.recompute_state(&Branch::module_alone(), input, kept, pass)?;
         Ok(SavedBlock { x, mixer, outputs: BlockOutputs::default() })
     }
@@ -80,29 +81,23 @@ impl Block for DividedParallelDecoder {
         let ParallelDecoderLayer { attention_branch, attention, mlp, .. } = &self.0;
         let (forward, alone) = (&pass.forward, Branch::module_alone());
         let exchange = forward.ctx.token_exchange(forward.layer)?;
-        let (input, normed, rstd) = gathered_input(attention_branch, &x, forward)?;
-        let own_branch = self.own_mlp_branch();
-        let own = own_branch.map(|branch| gathered_input(branch, &x, forward)).transpose()?;
-        let mlp_input = own.as_ref().map_or(&input, |(input, ..)| input);
+        let gathered = GatheredInput::new(attention_branch.input(&x), forward)?;
+        let own_input = self.own_mlp_branch().map(|branch| branch.input(&x));
+        let own = own_input.map(|input| GatheredInput::new(input, forward)).transpose()?;
+        let mlp_input = &own.as_ref().unwrap_or(&gathered).all;
         // The gradient of the outputs, which each module turns into that of its input.
         let of_attention = exchange.all_gather(&dy, forward.ctx.seq_len_local())?;
         let of_mlp = forward.workspace().alloc(of_attention.dims())?;
         strided_copy::copy(&of_attention, &of_mlp)?;
-        mlp.backward(&alone, mlp_input, outputs.mlp_state, &of_mlp, pass)?;
-        attention.backward(&alone, &input, chunks, (&of_attention, &of_attention), pass)?;
-        match own_branch.zip(own) {
+        mlp.backward(alone.input(mlp_input), outputs.mlp_state, &of_mlp, pass)?;
+        let gradients = BranchGradients { dy: &of_attention, dx: &of_attention };
+        attention.backward(alone.input(&gathered.all), chunks, gradients, pass)?;
+        match own_input.zip(own) {
             None => elementwise::accumulate(&of_attention, &of_mlp)?,
-            Some((branch, (input, normed, rstd))) => {
-                let dnormed = exchange.reduce_scatter(&of_mlp)?;
-                branch.backward_enter(&dnormed, &x, &rstd, &dy, pass)?;
-                recycle_unless(normed, &x, forward);
-                forward.recycle([input, rstd, dnormed]);
-            }
+            Some((input, own)) => own.backward(input, &of_mlp, &dy, pass)?,
         }
-        let dnormed = exchange.reduce_scatter(&of_attention)?;
-        attention_branch.backward_enter(&dnormed, &x, &rstd, &dy, pass)?;
-        recycle_unless(normed, &x, forward);
-        forward.recycle([input, rstd, of_attention, of_mlp, dnormed]);
+        gathered.backward(attention_branch.input(&x), &of_attention, &dy, pass)?;
+        forward.recycle([of_attention, of_mlp]);
         Ok(dy)
     }
 }
