@@ -26,7 +26,7 @@ use std::path::Path;
 use std::sync::LazyLock;
 use ulysses_kernels::device::DeviceKind;
 
-static ROOT: LazyLock<&'static [Key]> = LazyLock::new(|| section_keys::<Config>("", None));
+static ROOT: LazyLock<&'static [Key]> = LazyLock::new(|| section_keys::<Config>(""));
 
 /// The keys at the top of the file.
 pub(super) fn root() -> &'static [Key] {

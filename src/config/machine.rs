@@ -9,8 +9,7 @@ use crate::config_file::vocabulary::{Key, Value};
 use std::path::Path;
 use std::sync::LazyLock;
 
-static KEYS: LazyLock<&'static [Key]> =
-    LazyLock::new(|| section_keys::<ProfileFile>("machine profile", None));
+static KEYS: LazyLock<&'static [Key]> = LazyLock::new(|| section_keys::<ProfileFile>("machine profile"));
 
 keys! {
     struct ProfileFile {

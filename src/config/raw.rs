@@ -189,26 +189,21 @@ impl RawConfig {
         Self {
             file: file.to_owned(),
             config: read_config(root),
-            train_batch_size: root.count(batch[0]),
-            micro_batch_size: root.count(batch[1]).or(micro_batch_of_trainer(root)),
-            gradient_accumulation_steps: root.count(batch[2]),
+            train_batch_size: root.get(batch[0]),
+            micro_batch_size: root.get(batch[1]).or(micro_batch_of_trainer(root)),
+            gradient_accumulation_steps: root.get(batch[2]),
             batch_place: batch_range.map(|range| report.place(range)),
             sizes: stated_sizes(root),
             shard_sizes: stated_shard_sizes(&root.section("zero_optimization")),
             decays_to_last_step: root.section("scheduler").section("params").is_auto("total_num_steps"),
             names_gradient_clipping: root.names("gradient_clipping"),
-            names_partition_axes: is_stated(&ulysses, "zero_partition_axes"),
-            names_backend: is_stated(&ulysses, "backend"),
-            mesh_position: ulysses.range("mesh").map(|range| ulysses.position(range)),
+            names_partition_axes: ulysses.states("zero_partition_axes"),
+            names_backend: ulysses.states("backend"),
+            mesh_position: ulysses.position("mesh", &[]),
             of_rules: Vec::new(),
             remarks: Remarks::default(),
         }
     }
-}
-
-/// Returns whether a key has a value other than `"auto"`.
-fn is_stated(section: &Section<'_>, name: &'static str) -> bool {
-    section.names(name) && !section.is_auto(name)
 }
 
 /// All sections, checked for what contradicts each other.
@@ -235,6 +230,6 @@ fn read_config(root: &Section<'_>) -> Config {
 /// Returns the Trainer's value of `"auto"` if no other key determines it: its argument
 /// `per_device_train_batch_size` is 8 by default.
 fn micro_batch_of_trainer(root: &Section<'_>) -> Option<usize> {
-    let is_open = root.is_auto("train_micro_batch_size_per_gpu") && root.count("train_batch_size").is_none();
+    let is_open = root.is_auto("train_micro_batch_size_per_gpu") && root.json("train_batch_size").is_none();
     is_open.then_some(8)
 }

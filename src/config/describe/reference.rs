@@ -2,7 +2,7 @@
 
 use super::explain::{auto_text, default_text, effect_text};
 use crate::config::config::entries;
-use crate::config_file::vocabulary::{DEEPSPEED_VERSION, Effect, Entry, Value};
+use crate::config_file::vocabulary::{DEEPSPEED_VERSION, Effect, Entry};
 use std::fmt::Write;
 
 /// Returns the reference of all keys, in Markdown. `docs/config.md` is this text, as a test checks;
@@ -35,11 +35,7 @@ fn tables(entries: &[Entry]) -> Vec<(String, String)> {
 
 fn is_section(entry: &Entry) -> bool {
     let is_renamed = matches!(entry.key.effect, Effect::Renamed(_));
-    let is_section = matches!(
-        entry.key.value,
-        Value::Section(_) | Value::Sections(_) | Value::SwitchOrSection(_) | Value::Params(_)
-    );
-    is_section && !is_renamed
+    entry.key.value.is_section() && !is_renamed
 }
 
 fn counts(entries: &[Entry]) -> String {

@@ -3,7 +3,8 @@
 use super::explain::effect_text;
 use crate::config::config::root;
 use crate::config_file::vocabulary::{
-    DEEPSPEED_VERSION, DefaultValue, Effect, Harmless, Key, Literal, Max, Range, Value as Kind, Variant,
+    Array, DEEPSPEED_VERSION, DefaultValue, Effect, Harmless, Key, Literal, Max, Range, Value as Kind,
+    Variant,
 };
 use serde_json::{Map, Value, json};
 
@@ -137,13 +138,7 @@ fn value(kind: Kind) -> Value {
         Kind::Text => json!({ "type": "string", "minLength": 1 }),
         Kind::AnyText => json!({ "type": "string" }),
         Kind::Choice(names) => json!({ "enum": names }),
-        Kind::TwoCounts(_) => pair(json!({ "type": "integer", "minimum": 1 })),
-        Kind::Counts => {
-            let items = value(Kind::Integer { min: 1, max: u64::MAX });
-            json!({ "type": "array", "items": items, "minItems": 1 })
-        }
-        Kind::TwoNumbers(range) => pair(number(range)),
-        Kind::List => json!({ "type": "array" }),
+        Kind::Array(kind) => array(kind),
         Kind::Names(names) => json!({ "type": "array", "items": value(Kind::Choice(names)) }),
         Kind::Section(keys) => object(keys),
         Kind::TextOrSections(keys) => {
@@ -151,8 +146,6 @@ fn value(kind: Kind) -> Value {
             let element = json!({ "anyOf": [text, object(keys)] });
             json!({ "anyOf": [text, { "type": "array", "items": element, "minItems": 1 }] })
         }
-        Kind::Pairs(pair) => json!({ "type": "array", "items": value(Kind::TwoCounts(pair)) }),
-        Kind::Rules => json!({ "type": "array", "items": value(Kind::Rule) }),
         Kind::Mesh => {
             let axes =
                 json!({ "type": "object", "additionalProperties": { "type": "integer", "minimum": -1 } });
@@ -165,7 +158,6 @@ fn value(kind: Kind) -> Value {
             let items = json!([value(Kind::Text), mesh, { "type": "object" }]);
             json!({ "type": "array", "prefixItems": items, "items": false, "minItems": 2 })
         }
-        Kind::Sections(keys) => json!({ "type": "array", "items": object(keys) }),
         Kind::SwitchOrSection(keys) => json!({ "anyOf": [object(keys), { "type": "boolean" }] }),
         Kind::Variant { variants, .. } => {
             json!({ "enum": variants.iter().flat_map(names_of).collect::<Vec<_>>() })
@@ -185,6 +177,16 @@ fn number(range: Range) -> Value {
     schema
 }
 
-fn pair(element: Value) -> Value {
-    json!({ "type": "array", "items": element, "minItems": 2, "maxItems": 2 })
+fn array(Array { element, min_len, max_len, .. }: Array) -> Value {
+    let mut schema = json!({ "type": "array" });
+    if !matches!(element, Kind::Anything) {
+        schema["items"] = value(*element);
+    }
+    if min_len > 0 {
+        schema["minItems"] = min_len.into();
+    }
+    if max_len < usize::MAX {
+        schema["maxItems"] = max_len.into();
+    }
+    schema
 }

@@ -6,18 +6,8 @@ use serde_json::Value as Json;
 use ulysses_chat::ChatDate;
 
 impl FieldValue for ChatDate {
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        match section.text(name)?.parse() {
-            Ok(date) => Some(date),
-            Err(expected) => {
-                section.contradiction(name, &expected);
-                None
-            }
-        }
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
+    fn read(section: &Section<'_>, name: &str) -> Self {
+        section.parse(name, |text| text.parse())
     }
 
     fn written(&self) -> Option<Json> {

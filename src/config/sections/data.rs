@@ -3,7 +3,7 @@
 use crate::config_file::define::words::{count, flag, inside_0_1, number, positive, text};
 use crate::config_file::define::{FieldValue, Keys, choices, keys, section_keys};
 use crate::config_file::reader::Section;
-use crate::config_file::vocabulary::{Key, Value};
+use crate::config_file::vocabulary::{Array, Key, Value};
 use serde_json::{Map, Value as Json, json};
 
 /// Maximum number of sources; bounds the memory that a hostile file can take.
@@ -29,16 +29,16 @@ impl<T: Into<String>> From<T> for DataSource {
 /// A path, or an array of paths and of objects.
 impl FieldValue for Vec<DataSource> {
     fn complete(key: Key, path: &str) -> Key {
-        Key { value: Value::TextOrSections(section_keys::<DataSource>(path, None)), ..key }
+        Key { value: Value::TextOrSections(section_keys::<DataSource>(path)), ..key }
     }
 
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        if let Some(path) = section.text(name) {
-            return Some(vec![path.into()]);
+    fn read(section: &Section<'_>, name: &str) -> Self {
+        if let Some(path) = section.get::<String>(name) {
+            return vec![path.into()];
         }
-        let elements = section.texts(name).into_iter().zip(section.sections(name));
-        let source = |(text, object): (Option<String>, _)| {
-            text.map_or_else(|| DataSource::from_section(&object), DataSource::from)
+        let elements = section.elements::<Json>(name).into_iter().zip(section.sections(name));
+        let source = |(element, object): (Json, _)| {
+            element.as_str().map_or_else(|| DataSource::from_section(&object), DataSource::from)
         };
         let sources: Self = elements.map(source).collect();
         let num_weights = sources.iter().filter(|source| source.weight.is_some()).count();
@@ -47,11 +47,7 @@ impl FieldValue for Vec<DataSource> {
         } else if num_weights > 0 && num_weights < sources.len() {
             section.contradiction(name, "a weight for every source, or for none");
         }
-        Some(sources)
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
+        sources
     }
 
     /// Writes a single source without weight as a plain path.
@@ -182,8 +178,7 @@ impl ValidationConfig {
     /// Reports a `validation` section with neither or both of `data` and `fraction`.
     pub(crate) fn check(ulysses: &Section<'_>) {
         let section = ulysses.section("validation");
-        let is_given = |key| section.names(key) && !section.is_auto(key);
-        if section.is_present() && is_given("data") == is_given("fraction") {
+        if section.is_present() && section.states("data") == section.states("fraction") {
             ulysses.contradiction("validation", "either `data` or `fraction` in it");
         }
     }
@@ -200,26 +195,23 @@ pub struct SeqLenChange {
 
 impl FieldValue for Vec<SeqLenChange> {
     fn complete(key: Key, _path: &str) -> Key {
-        Key { value: Value::Pairs("two integers ≥ 1, [step, seq_len]"), ..key }
+        const PAIR: Value = Value::Array(Array::pair(&Value::COUNT, "two integers ≥ 1, [step, seq_len]"));
+        Key { value: Value::Array(Array::new(&PAIR, "pairs of integers ≥ 1")), ..key }
     }
 
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
+    fn read(section: &Section<'_>, name: &str) -> Self {
         let change = |[step, seq_len]: [u64; 2]| {
             let seq_len = usize::try_from(seq_len).ok().filter(|&len| u32::try_from(len).is_ok())?;
             Some(SeqLenChange { step, seq_len })
         };
-        let pairs = section.pairs(name);
+        let pairs = section.elements::<[u64; 2]>(name);
         let changes: Self = pairs.iter().copied().filter_map(change).collect();
         if changes.len() < pairs.len() {
             section.contradiction(name, &format!("lengths up to {}", u32::MAX));
         } else if changes.windows(2).any(|pair| pair[0].step >= pair[1].step) {
             section.contradiction(name, "steps in ascending order");
         }
-        Some(changes)
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
+        changes
     }
 
     fn written(&self) -> Option<Json> {

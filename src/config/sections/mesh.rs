@@ -46,20 +46,20 @@ impl MeshConfig {
 /// Returns every size that the file states.
 pub(crate) fn stated_sizes(root: &Section<'_>) -> StatedSizes {
     let stated = |key, size, position| StatedSize { size, origin: SizeOrigin::Key { key, position } };
-    let size = |section: &Section<'_>, key, path| {
-        Some(stated(path, section.count(key)?, section.position(section.range(key)?)))
-    };
+    let size =
+        |section: &Section<'_>, key, path| Some(stated(path, section.get(key)?, section.position(key, &[])?));
     let axis = |key| size(root, key, key);
-    let mesh_sizes = root.two_counts("mesh_param");
-    let mesh_sizes = mesh_sizes.map(|pair| pair.map(|(size, position)| stated("mesh_param", size, position)));
-    let [mesh_dp, mesh_sp] = mesh_sizes.map_or([None, None], |sizes| sizes.map(Some));
+    let of_mesh = |index: usize| {
+        let sizes: [usize; 2] = root.get("mesh_param")?;
+        Some(stated("mesh_param", sizes[index], root.position("mesh_param", &[index])?))
+    };
     let sizes = |mesh_size: Option<_>, key| mesh_size.into_iter().chain(axis(key)).collect();
     let stages = size(&root.section("pipeline"), "stages", "pipeline.stages");
     let autotp = size(&root.section("tensor_parallel"), "autotp_size", "tensor_parallel.autotp_size");
     StatedSizes {
         pp: sizes(stages, "pipeline_parallel_size"),
-        dp: sizes(mesh_dp, "data_parallel_size"),
-        sp: sizes(mesh_sp, "sequence_parallel_size"),
+        dp: sizes(of_mesh(0), "data_parallel_size"),
+        sp: sizes(of_mesh(1), "sequence_parallel_size"),
         // DeepSpeed's 0 leaves the size open.
         tp: sizes(autotp.filter(|stated| stated.size > 0), "tensor_parallel_size"),
     }

@@ -6,7 +6,7 @@ use crate::config::overrides::Overrides;
 use crate::config::raw::RawConfig;
 use crate::config_file::define::FieldValue;
 use crate::config_file::reader::Section;
-use crate::config_file::vocabulary::{Key, Value};
+use crate::config_file::vocabulary::{Array, Key, Value};
 use crate::mesh::{MeshError, MeshRules, MeshSpec};
 use serde_json::{Value as Json, json};
 
@@ -43,36 +43,32 @@ pub struct MeshRule {
 
 impl FieldValue for Vec<MeshRule> {
     fn complete(key: Key, _path: &str) -> Key {
-        Key { value: Value::Rules, ..key }
+        let rules = Array::new(&Value::Rule, "rules [pattern, mesh] or [pattern, mesh, keys]");
+        Key { value: Value::Array(rules), ..key }
     }
 
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        let rules = section.rules(name);
-        if rules.len() > MAX_RULES {
-            section.contradiction(name, &format!("at most {MAX_RULES} rules"));
-            return None;
+    fn read(section: &Section<'_>, name: &str) -> Self {
+        let rules: Vec<Json> = section.elements(name);
+        let with_keys = rules.iter().filter(|rule| rule.get(2).is_some()).count();
+        if rules.len() > MAX_RULES || with_keys > MAX_RULES_WITH_KEYS {
+            let limit = match rules.len() > MAX_RULES {
+                true => format!("at most {MAX_RULES} rules"),
+                false => format!("at most {MAX_RULES_WITH_KEYS} rules with keys"),
+            };
+            section.contradiction(name, &limit);
+            return Self::new();
         }
-        if rules.iter().filter(|(.., keys)| !keys.is_null()).count() > MAX_RULES_WITH_KEYS {
-            section.contradiction(name, &format!("at most {MAX_RULES_WITH_KEYS} rules with keys"));
-            return None;
-        }
-        let read = |(index, pattern, mesh, keys): (usize, String, Option<String>, Json)| {
-            let mesh = mesh.and_then(|mesh| match MeshSpec::parse(&mesh) {
-                Ok(mesh) => Some(mesh),
-                Err(error) => {
-                    MeshRule::refuse_mesh(section, name, index, &error);
-                    None
-                }
+        let read = |(index, rule): (usize, &Json)| {
+            let (pattern, _mesh) = (rule.get(0)?.as_str()?.to_owned(), rule.get(1)?);
+            let mesh = section.mesh(name, &[index, 1]).and_then(|mesh| {
+                let invalid = |error| MeshRule::refuse_mesh(section, name, index, &error);
+                MeshSpec::parse(&mesh).map_err(invalid).ok()
             });
-            let rule = MeshRule { pattern, mesh, keys };
+            let rule = MeshRule { pattern, mesh, keys: rule.get(2).cloned().unwrap_or_default() };
             rule.check(section, name, index);
-            rule
+            Some(rule)
         };
-        Some(rules.into_iter().map(read).collect())
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
+        rules.iter().enumerate().filter_map(read).collect()
     }
 
     fn written(&self) -> Option<Json> {

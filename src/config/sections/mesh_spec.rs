@@ -60,19 +60,13 @@ fn is_size(error: &MeshError) -> bool {
 }
 
 impl FieldValue for MeshSpec {
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        let text = section.mesh(name)?;
-        match Self::parse(&text).and_then(|spec| check(&spec).map(|()| spec)) {
-            Ok(spec) => Some(spec),
-            Err(error) => {
-                section.contradiction(name, &format!("a mesh ({error})"));
-                None
-            }
-        }
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or(Self::Axes(Vec::new()))
+    fn read(section: &Section<'_>, name: &str) -> Self {
+        let text = section.mesh(name, &[]).unwrap_or_default();
+        let parsed = Self::parse(&text).and_then(|spec| check(&spec).map(|()| spec));
+        parsed.unwrap_or_else(|error| {
+            section.contradiction(name, &format!("a mesh ({error})"));
+            Self::Axes(Vec::new())
+        })
     }
 
     fn written(&self) -> Option<Json> {

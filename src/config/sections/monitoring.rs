@@ -89,13 +89,8 @@ const COLLECTIVE_NAMES: [&str; COLLECTIVES.len()] = {
 
 /// An array of names, converted to lower case.
 impl FieldValue for Vec<String> {
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        let names = section.texts(name).into_iter().flatten();
-        Some(names.map(|name| name.to_ascii_lowercase()).collect())
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
+    fn read(section: &Section<'_>, name: &str) -> Self {
+        section.elements::<String>(name).iter().map(|name| name.to_ascii_lowercase()).collect()
     }
 
     fn written(&self) -> Option<Json> {

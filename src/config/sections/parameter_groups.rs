@@ -1,9 +1,8 @@
 //! `ulysses.parameter_groups`: parameters with their own optimizer settings.
 
 use crate::config_file::define::words::{flag, number, text};
-use crate::config_file::define::{FieldValue, Keys, keys, section_keys};
+use crate::config_file::define::{FieldValue, Listed, keys};
 use crate::config_file::reader::Section;
-use crate::config_file::vocabulary::{Key, Value};
 use regex::{RegexSet, RegexSetBuilder};
 use serde_json::Value as Json;
 
@@ -53,7 +52,7 @@ impl ParameterGroup {
     pub(crate) fn check_all(ulysses: &Section<'_>, optimizer_lr: f64) {
         let groups = ulysses.sections("parameter_groups");
         for group in groups.iter().take(MAX_GROUPS) {
-            if group.boolean("frozen").unwrap_or(false) {
+            if group.get("frozen").unwrap_or(false) {
                 for key in ["lr", "lr_scale", "weight_decay"] {
                     group.contradiction(key, "no value, because `frozen` is true");
                 }
@@ -69,27 +68,9 @@ impl ParameterGroup {
     }
 }
 
-impl FieldValue for Vec<ParameterGroup> {
-    fn complete(key: Key, path: &str) -> Key {
-        Key { value: Value::Sections(section_keys::<ParameterGroup>(path, None)), ..key }
-    }
-
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        let groups = section.sections(name);
-        if groups.len() > MAX_GROUPS {
-            section.contradiction(name, &format!("at most {MAX_GROUPS} groups"));
-            return None;
-        }
-        Some(groups.iter().map(ParameterGroup::from_section).collect())
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
-    }
-
-    fn written(&self) -> Option<Json> {
-        (!self.is_empty()).then(|| self.iter().filter_map(FieldValue::written).collect())
-    }
+impl Listed for ParameterGroup {
+    const MAX_LEN: usize = MAX_GROUPS;
+    const NAME: &'static str = "groups";
 }
 
 /// The learning rate of a group.
@@ -161,13 +142,8 @@ impl PartialEq for NamePattern {
 }
 
 impl FieldValue for NamePattern {
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        let pattern = Self::new(&section.text(name)?);
-        pattern.map_err(|expected| section.contradiction(name, &expected)).ok()
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
+    fn read(section: &Section<'_>, name: &str) -> Self {
+        section.parse(name, Self::new)
     }
 
     fn written(&self) -> Option<Json> {

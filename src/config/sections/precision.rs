@@ -94,13 +94,13 @@ impl Precision {
     /// Reports two enabled precisions, and a loss scale whose reciprocal f32 cannot represent.
     pub(crate) fn check(root: &Section<'_>) {
         let (fp16, bf16) = (root.section("fp16"), root.section("bf16"));
-        let [is_fp16, is_bf16] = [&fp16, &bf16].map(|section| section.boolean("enabled").unwrap_or(false));
+        let [is_fp16, is_bf16] = [&fp16, &bf16].map(|section| section.get("enabled").unwrap_or(false));
         if is_fp16 && is_bf16 {
             bf16.contradiction("enabled", "false (`fp16.enabled` is true too: enable only one)");
         }
         // The reciprocal unscales gradients, in f32.
         let is_extreme = |scale: f64| scale > 0.0 && !(1e-30..=1e30).contains(&scale);
-        if is_fp16 && !is_bf16 && fp16.number("loss_scale").is_some_and(is_extreme) {
+        if is_fp16 && !is_bf16 && fp16.get("loss_scale").is_some_and(is_extreme) {
             fp16.contradiction("loss_scale", "0, or a number from 1e-30 to 1e30");
         }
     }

@@ -2,9 +2,9 @@
 
 use super::parameter_groups::NamePattern;
 use crate::config_file::define::words::{choice, key, section};
-use crate::config_file::define::{FieldValue, Keys, choices, keys, section_keys};
+use crate::config_file::define::{FieldValue, Listed, choices, keys};
 use crate::config_file::reader::Section;
-use crate::config_file::vocabulary::{Key, Value};
+use crate::config_file::vocabulary::Value;
 use serde_json::Value as Json;
 
 /// Limit on the time and memory that a hostile file can take: specs, and patterns of each.
@@ -35,7 +35,7 @@ keys! {
     pub struct LayerSpec {
         /// Regular expressions that match full names of weights from their start on, as Python's `re.match`. Each must match a
         /// weight with two dimensions.
-        pub patterns: Vec<NamePattern> = key(Value::List).required(),
+        pub patterns: Vec<NamePattern> = key(Value::LIST).required(),
         /// "column": each rank has some outputs; "row": some inputs, and outputs are summed; "skip": every rank has the whole weight.
         pub partition_type: PartitionType = choice().text("column"),
     }
@@ -120,45 +120,23 @@ impl LayerSpec {
     }
 }
 
-impl FieldValue for Vec<LayerSpec> {
-    fn complete(key: Key, path: &str) -> Key {
-        Key { value: Value::Sections(section_keys::<LayerSpec>(path, None)), ..key }
-    }
-
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        let specs = section.sections(name);
-        if specs.len() > MAX_PATTERNS {
-            section.contradiction(name, &format!("at most {MAX_PATTERNS} specs"));
-            return None;
-        }
-        Some(specs.iter().map(LayerSpec::from_section).collect())
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
-    }
-
-    fn written(&self) -> Option<Json> {
-        (!self.is_empty()).then(|| self.iter().filter_map(FieldValue::written).collect())
-    }
+impl Listed for LayerSpec {
+    const MAX_LEN: usize = MAX_PATTERNS;
+    const NAME: &'static str = "specs";
 }
 
 impl FieldValue for Vec<NamePattern> {
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        let texts = section.texts(name);
+    fn read(section: &Section<'_>, name: &str) -> Self {
+        let texts: Vec<String> = section.elements(name);
         if texts.is_empty() || texts.len() > MAX_PATTERNS {
             section.contradiction(name, &format!("1 to {MAX_PATTERNS} patterns"));
-            return None;
+            return Self::new();
         }
         let compile = |(index, text): (usize, String)| {
             let pattern = NamePattern::from_start(&text);
             pattern.map_err(|expected| section.contradiction_within(name, &[index], &expected)).ok()
         };
-        Some(texts.into_iter().flatten().enumerate().filter_map(compile).collect())
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
+        texts.into_iter().enumerate().filter_map(compile).collect()
     }
 
     fn written(&self) -> Option<Json> {

@@ -65,7 +65,7 @@ fn check_offload(
     is_enough: bool,
 ) {
     let mut by = format!("{name}.device");
-    if zero.boolean(flag) == Some(true) {
+    if zero.get(flag) == Some(true) {
         if zero.names(name) {
             return zero.contradiction(flag, &format!("false, as `{name}`, which replaces it, is also set"));
         }
@@ -128,20 +128,13 @@ impl Serialize for PartitionAxes {
 }
 
 impl FieldValue for PartitionAxes {
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        if !section.names(name) || section.is_auto(name) {
-            return Some(Self::default());
-        }
-        let names: Vec<String> = section.texts(name).into_iter().flatten().collect();
+    fn read(section: &Section<'_>, name: &str) -> Self {
+        let names: Vec<String> = section.elements(name);
         let axes = Self::from_names(names.iter().map(String::as_str));
-        if axes.is_none() {
+        if axes.is_none() && section.states(name) {
             section.contradiction(name, "[\"dp\"] or [\"dp\", \"sp\"]");
         }
-        axes
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
+        axes.unwrap_or_default()
     }
 
     fn written(&self) -> Option<Json> {
@@ -153,8 +146,8 @@ impl FieldValue for PartitionAxes {
 /// at its default, 1.
 pub(crate) fn stated_shard_sizes(zero: &Section<'_>) -> Vec<StatedSize> {
     let stated = |key, least| {
-        let size = zero.count(key).filter(|&size| size >= least)?;
-        let origin = SizeOrigin::Key { key, position: zero.position(zero.range(key)?) };
+        let size = zero.get(key).filter(|&size: &usize| size >= least)?;
+        let origin = SizeOrigin::Key { key, position: zero.position(key, &[])? };
         Some(StatedSize { size, origin })
     };
     let sizes = [stated("mics_shard_size", 1), stated("zero_hpz_partition_size", 2)];
@@ -213,10 +206,6 @@ impl Keys for Offload {
         };
         OffloadSection { device, nvme_path }.write_into(object);
     }
-
-    fn is_left_out(&self) -> bool {
-        *self == Self::None
-    }
 }
 
 impl Offload {
@@ -245,15 +234,11 @@ impl Offload {
 }
 
 impl FieldValue for ZeroStage {
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
+    fn read(section: &Section<'_>, name: &str) -> Self {
         match section.is_switched_on() {
-            true => Some(Self::OptimizerStates), // the old form
-            false => Self::from_number(section.integer(name)?),
+            true => Self::OptimizerStates, // the old form
+            false => section.get(name).and_then(Self::from_number).unwrap_or_default(),
         }
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
-        Self::find(section, name).unwrap_or_default()
     }
 
     fn written(&self) -> Option<Json> {

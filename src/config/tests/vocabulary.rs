@@ -3,7 +3,7 @@
 use super::*;
 use crate::config::config::entries;
 use crate::config_file::vocabulary::{
-    DefaultValue, Effect, Entry, Harmless, Key, Literal, Max, Value as Kind, find, table_paths,
+    Contents, DefaultValue, Effect, Entry, Harmless, Key, Literal, Max, Value as Kind, find, table_paths,
 };
 use serde_json::{Value, json};
 
@@ -16,13 +16,7 @@ fn every_section_of_deepspeeds_table_is_reached() {
 
 /// The keys that are not sections.
 fn leaves() -> Vec<Entry> {
-    let is_leaf = |entry: &Entry| {
-        !matches!(
-            entry.key.value,
-            Kind::Section(_) | Kind::Sections(_) | Kind::SwitchOrSection(_) | Kind::Params(_)
-        )
-    };
-    entries().into_iter().filter(is_leaf).collect()
+    entries().into_iter().filter(|entry| !entry.key.value.is_section()).collect()
 }
 
 /// A valid value that is not the default.
@@ -42,19 +36,21 @@ fn sample(key: &Key) -> Value {
         Kind::Text if key.name == "chat_date" => vec![json!("2026-01-31")],
         Kind::Text | Kind::AnyText => vec![json!("x")],
         Kind::Choice(names) => names.iter().map(|name| json!(name)).collect(),
-        Kind::TwoCounts(_) => vec![json!([2, 2])],
-        Kind::Counts => vec![json!([2, 3])],
-        Kind::TwoNumbers(_) => vec![json!([0.25, 0.5])],
-        Kind::List => vec![json!(["all_reduce"])],
+        Kind::Array(array) => vec![match array.element {
+            Kind::Number(_) => json!([0.25, 0.5]),
+            Kind::Array(_) => json!([[10, 2048]]),
+            Kind::Rule => json!([["a machine", "1x1", { "seed": 2 }]]),
+            Kind::Section(_) => json!([]),
+            Kind::Anything => json!(["all_reduce"]),
+            _ if array.max_len == 2 => json!([2, 2]),
+            _ => json!([2, 3]),
+        }],
         Kind::Names(names) => vec![json!(names)],
         Kind::Variant { variants, .. } => vec![json!(variants[0].name)],
         Kind::Anything => vec![json!({ "enabled": true })],
         Kind::Section(_) | Kind::SwitchOrSection(_) | Kind::Params(_) => vec![json!({})],
-        Kind::Sections(_) => vec![json!([])],
         Kind::TextOrSections(_) => vec![json!(["x", "y"])],
-        Kind::Pairs(_) => vec![json!([[10, 2048]])],
         Kind::Mesh => vec![json!({ "intra": { "sp": 2 }, "inter": { "dp": 2 } })],
-        Kind::Rules => vec![json!([["a machine", "1x1", { "seed": 2 }]])],
         Kind::Rule => vec![json!(["a machine", null])],
     };
     others.into_iter().find(|other| *other != default).unwrap()
@@ -284,7 +280,7 @@ fn zero_as_a_boolean_is_stage_1() {
 #[test]
 fn the_table_is_consistent() {
     for entry in entries() {
-        for (_, keys) in entry.key.value.sections() {
+        for Contents { keys, .. } in entry.key.value.contents() {
             let mut names: Vec<_> = keys.iter().map(|key| key.name).collect();
             names.sort_unstable();
             let num_names = names.len();

@@ -21,7 +21,7 @@ pub(crate) mod words;
 pub(crate) use variants::{declare_variants, variant, variants, write_variant};
 
 use crate::config_file::reader::Section;
-use crate::config_file::vocabulary::{DefaultValue, Key, Value, complete, join};
+use crate::config_file::vocabulary::{Array, DefaultValue, Key, Value, complete, join};
 use serde_json::{Map, Value as Json};
 use std::num::NonZero;
 
@@ -36,11 +36,6 @@ pub(crate) trait Keys: Sized {
 
     /// Adds the keys and values to `object`; reading them back gives an equal value.
     fn write_into(&self, object: &mut Map<String, Json>);
-
-    /// Returns whether the section is omitted when it is written.
-    fn is_left_out(&self) -> bool {
-        false
-    }
 }
 
 /// A type that represents the value of a key.
@@ -50,11 +45,14 @@ pub(crate) trait FieldValue: Sized {
         key
     }
 
-    /// Returns the value in the file, or the default; `None` if there is neither.
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self>;
+    /// Returns the value in the file, or the default; a placeholder for an invalid value.
+    fn read(section: &Section<'_>, name: &str) -> Self;
 
-    /// Like [`find`](Self::find), with a placeholder for an invalid value.
-    fn read(section: &Section<'_>, name: &'static str) -> Self;
+    /// Like [`read`](Self::read); `None` if there is neither, or the value is invalid.
+    fn find(section: &Section<'_>, name: &str) -> Option<Self> {
+        let has_value = section.json(name).is_some() && !section.is_invalid(name);
+        has_value.then(|| Self::read(section, name))
+    }
 
     /// Returns the value as JSON; `None` if the key is omitted.
     fn written(&self) -> Option<Json>;
@@ -62,7 +60,13 @@ pub(crate) trait FieldValue: Sized {
 
 impl<T: Keys> FieldValue for T {
     fn complete(key: Key, path: &str) -> Key {
-        let keys = section_keys::<T>(path, key.changed_default);
+        let mut keys = T::declare(path);
+        for of_section in &mut keys {
+            if let Some((_, default)) = key.changed_default.filter(|(name, _)| *name == of_section.name) {
+                *of_section = of_section.text(default);
+            }
+        }
+        let keys = complete(keys, path, None);
         let value = match key.value {
             Value::SwitchOrSection(_) => Value::SwitchOrSection(keys),
             _ => Value::Section(keys),
@@ -70,19 +74,14 @@ impl<T: Keys> FieldValue for T {
         Key { value, ..key }
     }
 
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        let section = section.section(name);
-        section.is_present().then(|| T::from_section(&section))
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
+    fn read(section: &Section<'_>, name: &str) -> Self {
         T::from_section(&section.section(name))
     }
 
     fn written(&self) -> Option<Json> {
         let mut object = Map::new();
         self.write_into(&mut object);
-        (!self.is_left_out()).then_some(Json::Object(object))
+        Some(object.into())
     }
 }
 
@@ -94,17 +93,8 @@ pub(crate) fn write_key(section: &mut Map<String, Json>, key: Key, value: Option
 }
 
 /// Returns the keys of the section `T` at `path`: ours, then DeepSpeed's.
-pub(crate) fn section_keys<T: Keys>(
-    path: &str,
-    changed_default: Option<(&str, &'static str)>,
-) -> &'static [Key] {
-    let mut keys = T::declare(path);
-    for key in &mut keys {
-        if let Some((_, default)) = changed_default.filter(|(name, _)| *name == key.name) {
-            *key = key.text(default);
-        }
-    }
-    complete(keys, path, None)
+pub(crate) fn section_keys<T: Keys>(path: &str) -> &'static [Key] {
+    complete(T::declare(path), path, None)
 }
 
 /// Returns the key of a field of type `T`.
@@ -117,11 +107,7 @@ impl<T: FieldValue> FieldValue for Option<T> {
         T::complete(key, path)
     }
 
-    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        Some(T::find(section, name))
-    }
-
-    fn read(section: &Section<'_>, name: &'static str) -> Self {
+    fn read(section: &Section<'_>, name: &str) -> Self {
         T::find(section, name)
     }
 
@@ -130,16 +116,45 @@ impl<T: FieldValue> FieldValue for Option<T> {
     }
 }
 
-/// Implements [`FieldValue`] for types that a getter of [`Section`] reads.
+/// A section of which a key has an array.
+pub(crate) trait Listed: Keys {
+    /// Maximum number of sections; bounds the time and memory that a hostile file can take.
+    const MAX_LEN: usize;
+
+    /// The sections, as messages call them.
+    const NAME: &'static str;
+}
+
+impl<T: Listed> FieldValue for Vec<T> {
+    fn complete(key: Key, path: &str) -> Key {
+        let section = Box::leak(Box::new(Value::Section(section_keys::<T>(path))));
+        Key { value: Value::Array(Array::new(section, "objects")), ..key }
+    }
+
+    fn read(section: &Section<'_>, name: &str) -> Self {
+        let sections = section.sections(name);
+        if sections.len() > T::MAX_LEN {
+            section.contradiction(name, &format!("at most {} {}", T::MAX_LEN, T::NAME));
+            return Vec::new();
+        }
+        sections.iter().map(T::from_section).collect()
+    }
+
+    fn written(&self) -> Option<Json> {
+        (!self.is_empty()).then(|| self.iter().filter_map(FieldValue::written).collect())
+    }
+}
+
+/// Implements [`FieldValue`] for types that `serde` reads and writes, each with its placeholder.
 macro_rules! plain {
-    ($($type:ty: |$section:ident, $name:ident| $find:expr, $stand_in:expr;)*) => { $(
+    ($($type:ty = $stand_in:expr;)*) => { $(
         impl FieldValue for $type {
-            fn find($section: &Section<'_>, $name: &'static str) -> Option<Self> {
-                $find
+            fn read(section: &Section<'_>, name: &str) -> Self {
+                Self::find(section, name).unwrap_or($stand_in)
             }
 
-            fn read(section: &Section<'_>, name: &'static str) -> Self {
-                Self::find(section, name).unwrap_or($stand_in)
+            fn find(section: &Section<'_>, name: &str) -> Option<Self> {
+                section.get(name)
             }
 
             fn written(&self) -> Option<Json> {
@@ -150,15 +165,15 @@ macro_rules! plain {
 }
 
 plain! {
-    bool: |section, name| section.boolean(name), false;
-    u64: |section, name| section.integer(name), 1;
-    u32: |section, name| section.integer(name)?.try_into().ok(), 1;
-    usize: |section, name| section.count(name), 1;
-    Vec<usize>: |section, name| section.counts(name), Vec::new();
-    NonZero<usize>: |section, name| section.count(name).and_then(NonZero::new), NonZero::<usize>::MIN;
-    f64: |section, name| section.number(name), 0.0;
-    [f64; 2]: |section, name| section.two_numbers(name), [0.0; 2];
-    String: |section, name| section.text(name), String::new();
+    bool = false;
+    u64 = 1;
+    u32 = 1;
+    usize = 1;
+    Vec<usize> = Vec::new();
+    NonZero<usize> = NonZero::<usize>::MIN;
+    f64 = 0.0;
+    [f64; 2] = [0.0; 2];
+    String = String::new();
 }
 
 /// Defines a section; see the module documentation.
@@ -253,12 +268,11 @@ macro_rules! choices {
                 $crate::config_file::vocabulary::Key { value, ..key }
             }
 
-            fn find(section: &$crate::config_file::reader::Section<'_>, name: &'static str) -> Option<Self> {
-                section.choice(name, Self::CHOICES)
-            }
-
-            fn read(section: &$crate::config_file::reader::Section<'_>, name: &'static str) -> Self {
-                Self::find(section, name).unwrap_or_default()
+            fn read(section: &$crate::config_file::reader::Section<'_>, name: &str) -> Self {
+                let given: Option<String> = section.get(name);
+                let is_given = |name: &str| given.as_ref().is_some_and(|given| given.eq_ignore_ascii_case(name));
+                let chosen = Self::CHOICES.iter().find(|(name, _)| is_given(name));
+                chosen.map_or_else(Self::default, |(_, choice)| *choice)
             }
 
             fn written(&self) -> Option<serde_json::Value> {

@@ -3,7 +3,7 @@
 //! A definition follows a field of a section ([`keys!`](super)). The field gives the name and the documentation of the
 //! key, the definition its type, range, default and the value of `"auto"`.
 
-use crate::config_file::vocabulary::{AutoValue, DefaultValue, Key, Literal, Max, Range, Value};
+use crate::config_file::vocabulary::{Array, AutoValue, DefaultValue, Key, Literal, Max, Range, Value};
 
 /// From 0 to 1, excluding 1.
 const BELOW_1: Range = Range { min: 0.0, max: Max::Below(1.0) };
@@ -30,12 +30,12 @@ pub(crate) const fn flag() -> Key {
 
 /// An integer from 1 on.
 pub(crate) const fn count() -> Key {
-    integer(1, u64::MAX)
+    key(Value::COUNT)
 }
 
 /// An array of integers from 1 on.
 pub(crate) const fn counts() -> Key {
-    key(Value::Counts)
+    key(Value::Array(Array { min_len: 1, ..Array::new(&Value::COUNT, "integers ≥ 1") }))
 }
 
 /// An integer from 0 on.
@@ -76,7 +76,7 @@ pub(crate) const fn below_1() -> Key {
 }
 
 pub(crate) const fn two_below_1() -> Key {
-    key(Value::TwoNumbers(BELOW_1))
+    key(Value::Array(Array::pair(&Value::Number(BELOW_1), "two numbers")))
 }
 
 /// A non-empty string.

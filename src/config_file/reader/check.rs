@@ -8,8 +8,8 @@ use super::document::{abbreviated, describe, integer_of, mesh_text};
 use super::note::Note;
 use super::report::{Auto, Report};
 use crate::config_file::vocabulary::{
-    AutoValue, DefaultValue, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant, entries_of,
-    find, is_comment, join, refused_name,
+    Array, AutoValue, DefaultValue, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant,
+    entries_of, find, is_comment, join, refused_name,
 };
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::{Range, Ranged};
@@ -103,29 +103,20 @@ impl Checker<'_, '_> {
                 self.section(path, Some(object), first_byte(range), keys);
                 return true;
             }
-            (Kind::Sections(keys), Value::Array(array)) => {
-                return self.elements(path, &array.elements, Kind::Section(keys));
+            (Kind::Array(Array { element, min_len, max_len, .. }), Value::Array(array))
+                if (min_len..=max_len).contains(&array.elements.len()) =>
+            {
+                return self.elements(path, &array.elements, |_| *element);
             }
             (Kind::TextOrSections(keys), Value::Array(array)) if !array.elements.is_empty() => {
-                let element = |(index, element): (usize, &Value<'_>)| {
-                    let kind = match element {
-                        Value::Object(_) => Kind::Section(keys),
-                        _ => Kind::Text,
-                    };
-                    self.value(&format!("{path}[{index}]"), kind, element, &[])
-                };
-                return array.elements.iter().enumerate().map(element).fold(true, |valid, next| valid & next);
-            }
-            (Kind::Pairs(pair), Value::Array(array)) => {
-                return self.elements(path, &array.elements, Kind::TwoCounts(pair));
-            }
-            (Kind::Counts, Value::Array(array)) if !array.elements.is_empty() => {
-                return self.elements(path, &array.elements, Kind::Integer { min: 1, max: u64::MAX });
+                return self.elements(path, &array.elements, |element| match element {
+                    Value::Object(_) => Kind::Section(keys),
+                    _ => Kind::Text,
+                });
             }
             (Kind::Names(known), Value::Array(array)) if array.elements.iter().all(is_text) => {
                 return self.names(path, &array.elements, known);
             }
-            (Kind::Rules, Value::Array(array)) => return self.elements(path, &array.elements, Kind::Rule),
             (Kind::SwitchOrSection(_), Value::BooleanLit(_)) => {
                 let note = format!("`{path}` as a boolean is deprecated: set `{path}.stage`");
                 self.report.note(Note::info(note));
@@ -151,12 +142,6 @@ impl Checker<'_, '_> {
                     self.report.note(Note::info(note));
                 }
             }
-            (Kind::TwoCounts(_), Value::Array(array)) if array.elements.len() == 2 => {
-                return self.elements(path, &array.elements, Kind::Integer { min: 1, max: u64::MAX });
-            }
-            (Kind::TwoNumbers(numbers), Value::Array(array)) if array.elements.len() == 2 => {
-                return self.elements(path, &array.elements, Kind::Number(numbers));
-            }
             _ => {}
         }
         let valid = is_valid(kind, value);
@@ -172,10 +157,10 @@ impl Checker<'_, '_> {
         valid
     }
 
-    fn elements(&self, path: &str, elements: &[Value<'_>], kind: Kind) -> bool {
+    fn elements(&self, path: &str, elements: &[Value<'_>], kind: impl Fn(&Value<'_>) -> Kind) -> bool {
         let mut valid = true;
         for (index, element) in elements.iter().enumerate() {
-            valid &= self.value(&format!("{path}[{index}]"), kind, element, &[]);
+            valid &= self.value(&format!("{path}[{index}]"), kind(element), element, &[]);
         }
         valid
     }
@@ -264,8 +249,9 @@ pub(crate) fn is_auto(value: &Value<'_>, key: &Key) -> bool {
 
 fn is_valid(kind: Kind, value: &Value<'_>) -> bool {
     match (kind, value) {
-        (Kind::Anything, _) | (Kind::Boolean, Value::BooleanLit(_)) | (Kind::List, Value::Array(_)) => true,
-        (Kind::AnyText, Value::StringLit(_)) => true,
+        (Kind::Anything, _)
+        | (Kind::Boolean, Value::BooleanLit(_))
+        | (Kind::AnyText, Value::StringLit(_)) => true,
         (Kind::Integer { min, max }, Value::NumberLit(number)) => {
             integer_of(number.value).is_some_and(|integer| (min.into()..=max.into()).contains(&integer))
         }

@@ -211,8 +211,7 @@ pub(super) fn mesh_text(value: &Value<'_>) -> Option<String> {
 pub(super) fn to_json(value: &Value<'_>) -> Json {
     match value {
         Value::StringLit(string) => Json::from(string.value.as_ref()),
-        // The text of a valid number is JSON.
-        Value::NumberLit(number) => serde_json::from_str(number.value).unwrap_or_default(),
+        Value::NumberLit(number) => number_to_json(number.value),
         Value::BooleanLit(boolean) => Json::from(boolean.value),
         Value::Object(object) => {
             let property =
@@ -222,6 +221,14 @@ pub(super) fn to_json(value: &Value<'_>) -> Json {
         Value::Array(array) => array.elements.iter().map(to_json).collect(),
         Value::NullKeyword(_) => Json::Null,
     }
+}
+
+/// Returns a number as an integer if it is one, in any notation. (`serde_json` rounds some floats differently.)
+fn number_to_json(number: &str) -> Json {
+    let integer = integer_of(number);
+    let unsigned = integer.and_then(|integer| u64::try_from(integer).ok()).map(Json::from);
+    let signed = || integer.and_then(|integer| i64::try_from(integer).ok()).map(Json::from);
+    unsigned.or_else(signed).unwrap_or_else(|| number.parse::<f64>().unwrap_or_default().into())
 }
 
 /// Shortens and escapes a string of the file for a message.

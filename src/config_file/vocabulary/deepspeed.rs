@@ -1,6 +1,6 @@
 //! DeepSpeed's keys that are not fields of a section: `deepspeed_keys.txt`, whose first lines explain its columns.
 
-use super::key::{DefaultValue, Effect, Harmless, Key, Literal, Max, Range, Refused, Value};
+use super::key::{Array, DefaultValue, Effect, Harmless, Key, Literal, Max, Range, Refused, Value};
 use std::sync::LazyLock;
 
 static TABLE: LazyLock<Vec<Section>> = LazyLock::new(|| parse(include_str!("deepspeed_keys.txt")));
@@ -113,18 +113,18 @@ fn kind(value: &'static str) -> Option<Value> {
         // An alias has the value of its target.
         "any" | "" => Value::Anything,
         "flag" => Value::Boolean,
-        "count" => Value::Integer { min: 1, max: u64::MAX },
+        "count" => Value::COUNT,
         "index" => Value::Integer { min: 0, max: u64::MAX },
         "signed" => Value::Signed,
         "number" => number(Max::Unbounded),
         "fraction" => number(Max::AtMost(1.0)),
         "text" => Value::Text,
         "any text" => Value::AnyText,
-        "list" => Value::List,
+        "list" => Value::LIST,
         _ => match value.split_once(" of ")? {
             ("one", names) => Value::Choice(listed(names)),
             ("names", names) => Value::Names(listed(names)),
-            ("array", what) => Value::TwoCounts(what),
+            ("array", what) => Value::Array(Array::pair(&Value::COUNT, what)),
             _ => return None,
         },
     })

@@ -55,25 +55,14 @@ pub(crate) enum Value {
     AnyText,
     /// One of the names (case-insensitive).
     Choice(&'static [&'static str]),
-    /// Two integers ≥ 1, described by the text.
-    TwoCounts(&'static str),
-    /// An array of integers ≥ 1.
-    Counts,
-    TwoNumbers(Range),
-    List,
+    Array(Array),
     /// An array of names (case-insensitive).
     Names(&'static [&'static str]),
     Section(&'static [Key]),
-    /// An array of sections.
-    Sections(&'static [Key]),
     /// A string, or an array of strings and sections.
     TextOrSections(&'static [Key]),
-    /// An array of pairs of integers ≥ 1, described by the text.
-    Pairs(&'static str),
     /// A mesh: a string, or an object with the sizes within a node and between nodes.
     Mesh,
-    /// An array of rules.
-    Rules,
     /// A pattern, a mesh or null, and possibly keys of the file.
     Rule,
     /// A section, or a boolean (deprecated).
@@ -87,6 +76,27 @@ pub(crate) enum Value {
     Params(&'static [Variant]),
     /// Any value; not checked.
     Anything,
+}
+
+/// The type of an array.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Array {
+    pub(crate) element: &'static Value,
+    /// The elements, as messages call them; empty for elements of any type.
+    pub(crate) what: &'static str,
+    pub(crate) min_len: usize,
+    pub(crate) max_len: usize,
+}
+
+impl Array {
+    /// An array of any length.
+    pub(crate) const fn new(element: &'static Value, what: &'static str) -> Self {
+        Self { element, what, min_len: 0, max_len: usize::MAX }
+    }
+
+    pub(crate) const fn pair(element: &'static Value, what: &'static str) -> Self {
+        Self { min_len: 2, max_len: 2, ..Self::new(element, what) }
+    }
 }
 
 /// An optimizer or a scheduler with its parameters.
@@ -183,34 +193,62 @@ pub(crate) enum Literal {
     TwoNumbers([f64; 2]),
 }
 
+/// The keys of a section, of one variant if there are several.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Contents {
+    pub(crate) variant: Option<&'static str>,
+    pub(crate) keys: &'static [Key],
+}
+
 impl Value {
+    /// An integer from 1 on.
+    pub(crate) const COUNT: Self = Self::Integer { min: 1, max: u64::MAX };
+
+    /// An array of values of any type.
+    pub(crate) const LIST: Self = Self::Array(Array::new(&Self::Anything, ""));
+
     /// Returns whether the key accepts `"auto"`. Where any string is valid, it is a string; sections,
     /// types and meshes have no automatic value.
     pub(crate) fn takes_auto(self) -> bool {
-        matches!(
-            self,
+        match self {
             Self::Boolean
-                | Self::Integer { .. }
-                | Self::Signed
-                | Self::Number(_)
-                | Self::Choice(_)
-                | Self::TwoNumbers(_)
-                | Self::List
-                | Self::Names(_)
-        )
+            | Self::Integer { .. }
+            | Self::Signed
+            | Self::Number(_)
+            | Self::Choice(_)
+            | Self::Names(_) => true,
+            Self::Array(array) => matches!(array.element, Self::Number(_) | Self::Anything),
+            _ => false,
+        }
+    }
+
+    /// Returns whether the value is a section, or an array of sections.
+    pub(crate) fn is_section(self) -> bool {
+        match self {
+            Self::Section(_) | Self::SwitchOrSection(_) | Self::Params(_) => true,
+            Self::Array(array) => array.element.is_section(),
+            _ => false,
+        }
+    }
+
+    /// Returns the keys of a section, or of the sections of an array, that has no variants.
+    pub(crate) fn keys(self) -> &'static [Key] {
+        match self {
+            Self::Section(keys) | Self::TextOrSections(keys) | Self::SwitchOrSection(keys) => keys,
+            Self::Array(array) => array.element.keys(),
+            _ => &[],
+        }
     }
 
     /// Returns the keys of a section, for each variant.
-    pub(crate) fn sections(self) -> Vec<(Option<&'static str>, &'static [Key])> {
+    pub(crate) fn contents(self) -> Vec<Contents> {
         match self {
-            Self::Section(keys)
-            | Self::Sections(keys)
-            | Self::TextOrSections(keys)
-            | Self::SwitchOrSection(keys) => {
-                vec![(None, keys)]
+            Self::Params(variants) => {
+                let contents =
+                    |variant: &Variant| Contents { variant: Some(variant.name), keys: variant.params };
+                variants.iter().map(contents).collect()
             }
-            Self::Params(variants) => variants.iter().map(|v| (Some(v.name), v.params)).collect(),
-            _ => Vec::new(),
+            value => vec![Contents { variant: None, keys: value.keys() }],
         }
     }
 }
@@ -272,20 +310,15 @@ impl fmt::Display for Value {
             Self::Text => f.write_str("a non-empty string"),
             Self::AnyText => f.write_str("a string"),
             Self::Choice(names) => write_one_of(f, names),
-            Self::TwoCounts(what) => write!(f, "an array of {what}"),
-            Self::Counts => f.write_str("an array of integers ≥ 1"),
-            Self::TwoNumbers(_) => f.write_str("an array of two numbers"),
-            Self::List => f.write_str("an array"),
+            Self::Array(Array { what: "", .. }) => f.write_str("an array"),
+            Self::Array(Array { what, .. }) => write!(f, "an array of {what}"),
             Self::Names(names) => write!(f, "an array of names from \"{}\"", names.join("\", \"")),
-            Self::Sections(_) => f.write_str("an array of objects"),
             Self::TextOrSections(_) => {
                 f.write_str("a non-empty string, or an array of such strings and objects")
             }
-            Self::Pairs(_) => f.write_str("an array of pairs of integers ≥ 1"),
             Self::Mesh => f.write_str(
                 "a mesh such as \"2x4\", or an object such as {\"intra\": {\"sp\": 4}, \"inter\": {\"dp\": 2}}",
             ),
-            Self::Rules => f.write_str("an array of rules [pattern, mesh] or [pattern, mesh, keys]"),
             Self::Rule => f.write_str(
                 "an array of a pattern, a mesh such as \"2x4\" or null, and possibly an object of keys",
             ),

@@ -16,7 +16,8 @@ pub(crate) use absent::absent;
 pub(crate) use deepspeed::table_paths;
 pub(crate) use deepspeed::{complete, other_names, refused_name, refused_names};
 pub(crate) use key::{
-    AutoValue, DefaultValue, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant,
+    Array, AutoValue, Contents, DefaultValue, Effect, Harmless, Key, Literal, Max, Range, Refused, Value,
+    Variant,
 };
 #[cfg(test)]
 pub(crate) use synonyms::synonyms;
@@ -49,8 +50,8 @@ fn collect(section: &str, variant: Option<&'static str>, keys: &'static [Key], e
         if matches!(key.effect, Effect::Renamed(_)) {
             continue; // its keys are those of the section it is an alias of
         }
-        for (own_variant, keys) in key.value.sections() {
-            collect(&path, own_variant.or(variant), keys, entries);
+        for Contents { variant: own, keys } in key.value.contents() {
+            collect(&path, own.or(variant), keys, entries);
         }
     }
 }
