@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use std::time::Instant;
 use ulysses::device::DeviceKind;
-use ulysses::kernels::optimizer::adamw::{self, AdamParams};
+use ulysses::kernels::optimizer::{ElementStep, Step, adamw::AdamParams};
 use ulysses::kernels::rope::{self, Direction, Table};
 use ulysses::kernels::{
     elementwise, embedding,
@@ -122,7 +122,7 @@ fn measure(rows: usize, options: &Options) -> Result<Vec<Figure>> {
     let ids = embedding::Ids::new((0..rows).map(|row| (row * 7919 % VOCAB) as u32).collect::<Vec<_>>());
     let table = Tensor::ones((VOCAB, WIDTH), *dtype, device)?;
     let flat = || Tensor::ones(rows * WIDTH, DType::F32, device);
-    let [param, grad, exp_avg, exp_avg_sq] = [flat()?, flat()?, flat()?, flat()?];
+    let (param, grad, state) = (flat()?, flat()?, [flat()?, flat()?]);
     let bytes = rows * WIDTH * dtype.size_in_bytes();
     Ok(vec![
         options.best("copy", 2 * bytes, || strided_copy::copy(&b, &a))?,
@@ -136,19 +136,17 @@ fn measure(rows: usize, options: &Options) -> Result<Vec<Figure>> {
         options.best("embedding", 2 * bytes, || embedding::forward(&ids, &table, &a))?,
         options.best("sum of squares", bytes, || elementwise::sum_of_squares(&a).map(drop))?,
         options.best("adamw (f32)", 7 * rows * WIDTH * size_of::<f32>(), || {
-            adamw::step(&param, &grad, &exp_avg, &exp_avg_sq, &ADAMW)
+            ADAMW.apply(&param, &grad, &state)
         })?,
     ])
 }
 
 const ADAMW: AdamParams = AdamParams {
-    lr: 1e-3,
+    step: Step { number: 1, lr: 1e-3, grad_scale: 1.0 },
     beta1: 0.9,
     beta2: 0.999,
     eps: 1e-8,
     weight_decay: 0.01,
     decoupled: true,
     bias_correction: true,
-    step: 1,
-    grad_scale: 1.0,
 };

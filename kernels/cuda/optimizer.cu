@@ -103,26 +103,26 @@ __device__ __forceinline__ void step(u64 len, const Rule &rule, const float *gra
 
 }  // namespace
 
-KERNEL(adamw_step, float *__restrict__ param, float *__restrict__ exp_avg, float *__restrict__ exp_avg_sq,
-       const float *__restrict__ grad, u64 len, BY_VALUE(AdamW) rule) {
-    step(len, rule, grad, param, exp_avg, exp_avg_sq);
-}
+// The kernels of rules by the number of their state tensors.
+#define STEP_0(name, Rule)                                                                                        \
+    KERNEL(name, float *__restrict__ param, const float *__restrict__ grad, u64 len, BY_VALUE(Rule) rule) {       \
+        step(len, rule, grad, param);                                                                             \
+    }
 
-KERNEL(sgd_step, float *__restrict__ param, const float *__restrict__ grad, u64 len, BY_VALUE(Sgd) rule) {
-    step(len, rule, grad, param);
-}
+#define STEP_1(name, Rule)                                                                                        \
+    KERNEL(name, float *__restrict__ param, float *__restrict__ state, const float *__restrict__ grad, u64 len,   \
+           BY_VALUE(Rule) rule) {                                                                                 \
+        step(len, rule, grad, param, state);                                                                      \
+    }
 
-KERNEL(sgd_step_with_momentum, float *__restrict__ param, float *__restrict__ momentum_buffer,
-       const float *__restrict__ grad, u64 len, BY_VALUE(Sgd) rule) {
-    step(len, rule, grad, param, momentum_buffer);
-}
+#define STEP_2(name, Rule)                                                                                        \
+    KERNEL(name, float *__restrict__ param, float *__restrict__ state0, float *__restrict__ state1,               \
+           const float *__restrict__ grad, u64 len, BY_VALUE(Rule) rule) {                                        \
+        step(len, rule, grad, param, state0, state1);                                                             \
+    }
 
-KERNEL(lion_step, float *__restrict__ param, float *__restrict__ exp_avg, const float *__restrict__ grad, u64 len,
-       BY_VALUE(Lion) rule) {
-    step(len, rule, grad, param, exp_avg);
-}
-
-KERNEL(adagrad_step, float *__restrict__ param, float *__restrict__ state_sum, const float *__restrict__ grad, u64 len,
-       BY_VALUE(Adagrad) rule) {
-    step(len, rule, grad, param, state_sum);
-}
+STEP_2(adamw_step, AdamW)
+STEP_0(sgd_step, Sgd)
+STEP_1(sgd_step_with_momentum, Sgd)
+STEP_1(lion_step, Lion)
+STEP_1(adagrad_step, Adagrad)

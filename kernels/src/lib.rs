@@ -8,7 +8,7 @@
 //! | [`glu`] | activation(gate) · up | both |
 //! | [`embedding`] | rows of a table, or of tokens | summed per row |
 //! | [`lm_head_loss`] | language-model head and loss, tiled over tokens | input, head weight and bias |
-//! | [`optimizer`] | one step of AdamW, SGD, Lion or Adagrad on flat tensors | – |
+//! | [`optimizer`] | one step of an optimizer that treats every element by itself, on flat tensors | – |
 //! | [`optimizer::lamb`] | one step of LAMB in two calls, with norms per parameter tensor in between | – |
 //! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
 //! | [`attention_sink`] | attention with a learned logit per head, from attention without | the logits |

@@ -36,8 +36,8 @@ impl Optimizer for Adagrad {
         self.initial_accumulator_value
     }
 
-    fn rule(&self, Step { number: step, lr, grad_scale }: Step) -> Rule {
+    fn rule(&self, step: Step) -> Rule {
         let Self { lr_decay, eps, weight_decay, .. } = *self;
-        Rule::Element(Box::new(AdagradParams { lr, lr_decay, eps, weight_decay, step, grad_scale }))
+        Rule::Element(Box::new(AdagradParams { step, lr_decay, eps, weight_decay }))
     }
 }

@@ -42,20 +42,18 @@ impl Optimizer for Adam {
         &["exp_avg", "exp_avg_sq"]
     }
 
-    fn rule(&self, Step { number: step, lr, grad_scale }: Step) -> Rule {
+    fn rule(&self, step: Step) -> Rule {
         let Self {
             betas: [beta1, beta2], eps, weight_decay, adam_w_mode: decoupled, bias_correction, ..
         } = *self;
         Rule::Element(Box::new(AdamParams {
-            lr,
+            step,
             beta1,
             beta2,
             eps,
             weight_decay,
             decoupled,
             bias_correction,
-            step,
-            grad_scale,
         }))
     }
 }

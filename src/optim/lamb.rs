@@ -45,15 +45,15 @@ impl Optimizer for Lamb {
         &["exp_avg", "exp_avg_sq"]
     }
 
-    fn rule(&self, Step { number, lr, grad_scale }: Step) -> Rule {
+    fn rule(&self, step: Step) -> Rule {
         let Self { betas: [beta1, beta2], eps, weight_decay, min_coeff, max_coeff, .. } = *self;
         // DeepSpeed's FusedLamb corrects the step size instead of the moments, so trust ratio and weight decay
         // use the uncorrected moments.
-        let t = number as f64;
+        let t = step.number as f64;
         let correction =
             if self.bias_correction { (1.0 - beta2.powf(t)).sqrt() / (1.0 - beta1.powf(t)) } else { 1.0 };
         Rule::Tensor(Box::new(LambParams {
-            lr: lr * correction,
+            step: Step { lr: step.lr * correction, ..step },
             beta1,
             beta2,
             eps,
@@ -61,8 +61,6 @@ impl Optimizer for Lamb {
             bias_correction: false,
             min_coeff,
             max_coeff,
-            step: number,
-            grad_scale,
         }))
     }
 }

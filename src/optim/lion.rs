@@ -27,8 +27,8 @@ impl Optimizer for Lion {
         &["exp_avg"]
     }
 
-    fn rule(&self, Step { lr, grad_scale, .. }: Step) -> Rule {
+    fn rule(&self, step: Step) -> Rule {
         let Self { betas: [beta1, beta2], weight_decay, .. } = *self;
-        Rule::Element(Box::new(LionParams { lr, beta1, beta2, weight_decay, grad_scale }))
+        Rule::Element(Box::new(LionParams { step, beta1, beta2, weight_decay }))
     }
 }

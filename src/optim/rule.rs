@@ -1,6 +1,7 @@
 //! The interface of an optimizer to the config and to ZeRO.
 
 use crate::config_file::reader::Section;
+pub(crate) use ulysses_kernels::optimizer::Step;
 use ulysses_kernels::optimizer::{ElementStep, TensorStep};
 
 /// The parameters of an optimizer.
@@ -55,14 +56,4 @@ impl Rule {
             Self::Element(_) => unreachable!("the caller has asked the optimizer"),
         }
     }
-}
-
-/// The parameters of one update that change from step to step.
-#[derive(Clone, Copy)]
-pub(crate) struct Step {
-    /// Number of the update, from 1.
-    pub(crate) number: u64,
-    pub(crate) lr: f64,
-    /// Factor on the gradients.
-    pub(crate) grad_scale: f64,
 }

@@ -37,8 +37,8 @@ impl Optimizer for Sgd {
         if self.momentum == 0.0 { &[] } else { &["momentum"] }
     }
 
-    fn rule(&self, Step { number: step, lr, grad_scale }: Step) -> Rule {
+    fn rule(&self, step: Step) -> Rule {
         let Self { momentum, nesterov, weight_decay, .. } = *self;
-        Rule::Element(Box::new(SgdParams { lr, momentum, nesterov, weight_decay, step, grad_scale }))
+        Rule::Element(Box::new(SgdParams { step, momentum, nesterov, weight_decay }))
     }
 }

@@ -16,7 +16,7 @@ use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
 use ulysses::kernels::attention::{AttentionKernels, AttentionLayout};
 use ulysses::kernels::glu::{self, Activation::Silu};
-use ulysses::kernels::optimizer::adamw::{self, AdamParams};
+use ulysses::kernels::optimizer::{ElementStep, Step, adamw::AdamParams};
 use ulysses::kernels::{rms_norm, strided_copy};
 use ulysses::model::{ModelConfig, shape};
 use ulysses::offload::{OffloadError, OffloadStore, StoreLabel};
@@ -143,21 +143,19 @@ impl Args {
     /// Measures the bytes per second that AdamW reads and writes. Collective.
     fn update(&self, bench: &BenchRank<'_>) -> Result<f64> {
         let ones = || Tensor::ones(self.elems(), DType::F32, &bench.device);
-        let (parameters, gradients, mean, squares) = (ones()?, ones()?, ones()?, ones()?);
+        let (parameters, gradients, state) = (ones()?, ones()?, [ones()?, ones()?]);
         let params = AdamParams {
-            lr: 1e-3,
+            step: Step { number: 1, lr: 1e-3, grad_scale: 1.0 },
             beta1: 0.9,
             beta2: 0.999,
             eps: 1e-8,
             weight_decay: 0.0,
             decoupled: true,
             bias_correction: true,
-            step: 1,
-            grad_scale: 1.0,
         };
         // Four tensors are read, three written.
         let bytes = (7 * self.elems() * size_of::<f32>()) as f64;
-        let update = || adamw::step(&parameters, &gradients, &mean, &squares, &params);
+        let update = || params.apply(&parameters, &gradients, &state);
         Ok(per_second(&bench.take_turns(vec![Case::new("update", bytes, update)])?))
     }
 

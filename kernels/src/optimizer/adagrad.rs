@@ -1,50 +1,29 @@
 //! Adagrad (Duchi et al. 2011) in the form of `torch.optim.Adagrad`: steps shrink with the sum of all squared
 //! gradients so far.
 
-use super::check_step;
 use super::elementwise::{self, Rule};
+use super::{Step, check_step};
 use crate::OpError;
 use crate::arg_check::ArgCheck;
 use crate::simd::Isa;
 use bytemuck::NoUninit;
 use candle_core::Tensor;
 
-/// Hyper-parameters of one [`step`].
+/// A step that updates the state `state_sum`, s. The caller sets it to its initial value (PyTorch's
+/// `initial_accumulator_value`, usually 0) before the first.
+///
+/// With g = grad · grad_scale + weight_decay · p: s ← s + g²;
+/// p ← p − lr / (1 + (t − 1) · lr_decay) · g / (√s + ε).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdagradParams {
-    /// Learning rate of this step, before `lr_decay`.
-    pub lr: f64,
+    /// The step, with its learning rate before `lr_decay`.
+    pub step: Step,
     /// The learning rate is divided by 1 + (t − 1) · lr_decay; 0 for none.
     pub lr_decay: f64,
     /// Added to the root of the sum of squares.
     pub eps: f64,
     /// Added to the gradient as weight_decay · parameter.
     pub weight_decay: f64,
-    /// t, counted from 1.
-    pub step: u64,
-    /// Factor on the gradient: loss unscaling and clipping in one.
-    pub grad_scale: f64,
-}
-
-/// One optimizer step; param and state_sum are updated in place. The caller sets state_sum to its initial value
-/// (PyTorch's `initial_accumulator_value`, usually 0) before the first.
-///
-/// With g = grad · grad_scale + weight_decay · p: s ← s + g²;
-/// p ← p − lr / (1 + (t − 1) · lr_decay) · g / (√s + ε).
-///
-/// # Shapes
-/// All tensors hold the same number of elements.
-///
-/// # Errors
-/// A `step` of 0, a negative `lr_decay`, shapes, dtypes, devices or layouts that do not match, or two tensors
-/// that share storage.
-pub fn step(
-    param: &Tensor,
-    grad: &Tensor,
-    state_sum: &Tensor,
-    params: &AdagradParams,
-) -> Result<(), OpError> {
-    elementwise::step(params, [param, state_sum], grad)
 }
 
 elementwise::element_step!(AdagradParams, state_sum);
@@ -71,11 +50,12 @@ impl Rule<2> for AdagradParams {
     }
 
     fn constants(&self) -> Constants {
-        let steps_before = (self.step - 1) as f64;
+        let Step { number, lr, grad_scale } = self.step;
+        let steps_before = (number - 1) as f64;
         Constants {
-            grad_scale: self.grad_scale as f32,
+            grad_scale: grad_scale as f32,
             weight_decay: self.weight_decay as f32,
-            step_size: (self.lr / (1.0 + steps_before * self.lr_decay)) as f32,
+            step_size: (lr / (1.0 + steps_before * self.lr_decay)) as f32,
             eps: self.eps as f32,
         }
     }
@@ -85,5 +65,59 @@ impl Rule<2> for AdagradParams {
         let g = S::mul_add(c.weight_decay, *p, grad * c.grad_scale);
         *s = S::mul_add(g, g, *s);
         *p = S::mul_add(-c.step_size, g / (s.sqrt() + c.eps), *p);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optimizer::ElementStep;
+    use crate::optimizer::tests::{Formula, STEP, rule_tests};
+    use crate::testing::*;
+
+    const PARAMS: AdagradParams = AdagradParams { step: STEP, lr_decay: 0.0, eps: 1e-10, weight_decay: 0.1 };
+
+    impl Formula<2> for AdagradParams {
+        const INITIAL_STATE: &'static [f32] = &[0.0, 0.25];
+
+        fn modes(step: Step) -> Vec<Self> {
+            let modes = [(0.0, 0.0), (0.5, 0.1), (0.0, 0.1)];
+            modes.map(|(lr_decay, weight_decay)| Self { step, lr_decay, weight_decay, ..PARAMS }).into()
+        }
+
+        fn formula(&self, [p, s]: &mut [f64; 2], grad: f64) {
+            let Self { step: Step { number, lr, grad_scale }, lr_decay, eps, weight_decay } = *self;
+            let g = grad * grad_scale + weight_decay * *p;
+            *s += g * g;
+            *p -= lr / (1.0 + (number as f64 - 1.0) * lr_decay) * g / (s.sqrt() + eps);
+        }
+    }
+
+    rule_tests!(AdagradParams, 2);
+
+    #[test]
+    fn equal_gradients_move_by_the_learning_rate_over_the_root_of_the_step() {
+        on_every_target(|_| {
+            let (param, grad, sum) =
+                (tensor(&[1.0; 2], &[2]), tensor(&[3.0, -3.0], &[2]), tensor(&[0.0; 2], &[2]));
+            let mut moved = 0.0;
+            for t in 1..=4 {
+                let params = AdagradParams { step: Step { number: t, ..STEP }, weight_decay: 0.0, ..PARAMS };
+                params.apply(&param, &grad, std::slice::from_ref(&sum)).unwrap();
+                moved += 1e-2 / (t as f64).sqrt();
+            }
+            assert_close("param", &read(&param), &[1.0 - moved, 1.0 + moved], 2e-7);
+        });
+    }
+
+    #[test]
+    fn wrong_arguments_are_named() {
+        let zeros = || tensor(&[0.0; 4], &[4]);
+        let error =
+            |params: AdagradParams| params.apply(&zeros(), &zeros(), &[zeros()]).unwrap_err().to_string();
+        let zeroth = AdagradParams { step: Step { number: 0, ..STEP }, ..PARAMS };
+        assert_eq!(error(zeroth), "adagrad::step: `step` is 0, expected at least 1");
+        let expected = "adagrad::step: `lr_decay` is -1, expected 0 or a positive number";
+        assert_eq!(error(AdagradParams { lr_decay: -1.0, ..PARAMS }), expected);
     }
 }

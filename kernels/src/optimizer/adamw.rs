@@ -2,18 +2,22 @@
 //! `torch.optim.AdamW` and `torch.optim.Adam`.
 
 use super::elementwise::{self, Rule};
-use super::{check_betas, check_step};
+use super::{Step, check_betas, check_step};
 use crate::OpError;
 use crate::arg_check::ArgCheck;
 use crate::simd::Isa;
 use bytemuck::NoUninit;
 use candle_core::Tensor;
 
-/// Hyper-parameters of one [`step`].
+/// A step that updates the state `exp_avg` and `exp_avg_sq`, m and v.
+///
+/// With g = grad · grad_scale (+ weight_decay · p when not decoupled):
+/// p ← p · (1 − lr · weight_decay) when decoupled; m ← m + (1 − β₁)(g − m); v ← β₂v + (1 − β₂)g²;
+/// p ← p − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamParams {
-    /// Learning rate of this step.
-    pub lr: f64,
+    /// The step, with its learning rate.
+    pub step: Step,
     /// Decay of the mean of gradients.
     pub beta1: f64,
     /// Decay of the mean of squared gradients.
@@ -27,32 +31,6 @@ pub struct AdamParams {
     pub decoupled: bool,
     /// Whether the moments are divided by 1 − βᵗ.
     pub bias_correction: bool,
-    /// t, counted from 1.
-    pub step: u64,
-    /// Factor on the gradient: loss unscaling and clipping in one.
-    pub grad_scale: f64,
-}
-
-/// One optimizer step; param, exp_avg and exp_avg_sq are updated in place.
-///
-/// With g = grad · grad_scale (+ weight_decay · p when not decoupled):
-/// p ← p · (1 − lr · weight_decay) when decoupled; m ← m + (1 − β₁)(g − m); v ← β₂v + (1 − β₂)g²;
-/// p ← p − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε).
-///
-/// # Shapes
-/// All tensors hold the same number of elements.
-///
-/// # Errors
-/// A `step` of 0, a β outside of [0, 1), shapes, dtypes, devices or layouts that do not match, or two tensors
-/// that share storage.
-pub fn step(
-    param: &Tensor,
-    grad: &Tensor,
-    exp_avg: &Tensor,
-    exp_avg_sq: &Tensor,
-    params: &AdamParams,
-) -> Result<(), OpError> {
-    elementwise::step(params, [param, exp_avg, exp_avg_sq], grad)
 }
 
 elementwise::element_step!(AdamParams, exp_avg, exp_avg_sq);
@@ -88,14 +66,14 @@ impl Rule<3> for AdamParams {
     }
 
     fn constants(&self) -> Constants {
-        let Self { lr, beta1, beta2, weight_decay, .. } = *self;
-        let t = self.step as f64;
+        let Self { step: Step { number, lr, grad_scale }, beta1, beta2, weight_decay, .. } = *self;
+        let t = number as f64;
         let (correction1, correction2) = match self.bias_correction {
             true => (1.0 - beta1.powf(t), 1.0 - beta2.powf(t)),
             false => (1.0, 1.0),
         };
         Constants {
-            grad_scale: self.grad_scale as f32,
+            grad_scale: grad_scale as f32,
             coupled_decay: if self.decoupled { 0.0 } else { weight_decay as f32 },
             decoupled_decay: if self.decoupled { (lr * weight_decay) as f32 } else { 0.0 },
             one_minus_beta1: (1.0 - beta1) as f32,
@@ -115,5 +93,115 @@ impl Rule<3> for AdamParams {
         let denominator = S::mul_add(v.sqrt(), c.root_scale, c.eps);
         let decayed = S::mul_add(-c.decoupled_decay, *p, *p);
         *p = S::mul_add(-c.step_size, *m / denominator, decayed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optimizer::ElementStep;
+    use crate::optimizer::tests::{Formula, STEP, rule_tests};
+    use crate::testing::*;
+
+    const PARAMS: AdamParams = AdamParams {
+        step: STEP,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        decoupled: true,
+        bias_correction: true,
+    };
+
+    impl Formula<3> for AdamParams {
+        fn modes(step: Step) -> Vec<Self> {
+            let modes = [(true, true), (true, false), (false, true), (false, false)];
+            modes
+                .map(|(decoupled, bias_correction)| Self { step, decoupled, bias_correction, ..PARAMS })
+                .into()
+        }
+
+        fn formula(&self, [p, m, v]: &mut [f64; 3], grad: f64) {
+            let Self { step: Step { number, lr, grad_scale }, beta1, beta2, eps, weight_decay, .. } = *self;
+            let (mut g, t) = (grad * grad_scale, number as i32);
+            if self.decoupled {
+                *p -= lr * weight_decay * *p;
+            } else {
+                g += weight_decay * *p;
+            }
+            *m = beta1 * *m + (1.0 - beta1) * g;
+            *v = beta2 * *v + (1.0 - beta2) * g * g;
+            let (m, v) = match self.bias_correction {
+                true => (*m / (1.0 - beta1.powi(t)), *v / (1.0 - beta2.powi(t))),
+                false => (*m, *v),
+            };
+            *p -= lr * m / (v.sqrt() + eps);
+        }
+    }
+
+    rule_tests!(AdamParams, 3);
+
+    #[test]
+    fn the_first_corrected_step_moves_by_the_learning_rate_after_decay() {
+        on_every_target(|_| {
+            // m/(1−β₁) = g and √(v/(1−β₂)) = |g|, so the update is lr · sign(g).
+            let (param, grad) = (tensor(&[2.0, 2.0], &[2]), tensor(&[3.0, -3.0], &[2]));
+            let state = [(); 2].map(|()| tensor(&[0.0; 2], &[2]));
+            PARAMS.apply(&param, &grad, &state).unwrap();
+            let decayed = 2.0 * (1.0 - 1e-2 * 0.1);
+            assert_close("param", &read(&param), &[decayed - 1e-2, decayed + 1e-2], 1e-7);
+            assert_close("exp_avg", &read(&state[0]), &[0.15, -0.15], 1e-7);
+            assert_close("exp_avg_sq", &read(&state[1]), &[0.1125, 0.1125], 1e-7);
+        });
+    }
+
+    #[test]
+    fn a_small_decay_keeps_its_strength() {
+        on_every_target(|_| {
+            // 1 − 1e-6 in f32 is off by 1 % of the 1e-6, so the decay must not go through that difference.
+            let params = AdamParams { step: Step { lr: 1e-5, ..STEP }, ..PARAMS };
+            let initial: Vec<f32> = (0..4096).map(|i| 1.0 + i as f32 / 4096.0).collect();
+            let (param, zeros) = (tensor(&initial, &[4096]), || tensor(&[0.0; 4096], &[4096]));
+            params.apply(&param, &zeros(), &[zeros(), zeros()]).unwrap();
+            let sum = |values: &[f32]| values.iter().map(|v| f64::from(*v)).sum::<f64>();
+            let decay = 1.0 - sum(&read(&param)) / sum(&initial);
+            assert!((decay / 1e-6 - 1.0).abs() < 3e-3, "{decay:e}");
+        });
+    }
+
+    #[test]
+    fn zero_gradients_leave_parameters_without_decay_alone() {
+        on_every_target(|_| {
+            let params = AdamParams { weight_decay: 0.0, ..PARAMS };
+            let initial = random(1, 40);
+            let (param, zeros) = (tensor(&initial, &[40]), || tensor(&[0.0; 40], &[40]));
+            params.apply(&param, &zeros(), &[zeros(), zeros()]).unwrap();
+            assert_eq!(read(&param), initial);
+        });
+    }
+
+    #[test]
+    fn wrong_arguments_are_named() {
+        let zeros = || tensor(&[0.0; 4], &[4]);
+        let error = |params: AdamParams| {
+            params.apply(&zeros(), &zeros(), &[zeros(), zeros()]).unwrap_err().to_string()
+        };
+        let zeroth = AdamParams { step: Step { number: 0, ..STEP }, ..PARAMS };
+        assert_eq!(error(zeroth), "adamw::step: `step` is 0, expected at least 1");
+        let beta2 = AdamParams { beta2: 1.0, ..PARAMS };
+        assert_eq!(error(beta2), "adamw::step: `beta2` is 1, expected at least 0 and below 1");
+        let error = PARAMS.apply(&zeros(), &zeros(), &[zeros()]).unwrap_err();
+        assert_eq!(error.to_string(), "adamw::step: `state` is 1, expected one tensor of each kind");
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn optimizer_state_of_16_bits_is_refused_on_a_gpu() {
+        on_a_gpu(|| {
+            let zeros = || tensor(&[0.0; 4], &[4]);
+            let narrow = zeros().to_dtype(candle_core::DType::BF16).unwrap();
+            let error = PARAMS.apply(&zeros(), &zeros(), &[narrow, zeros()]).unwrap_err();
+            assert!(matches!(error, OpError::MixedDTypes { argument: "exp_avg", .. }), "{error}");
+        });
     }
 }

@@ -70,18 +70,18 @@ pub(super) fn step_on_host<R: Rule<T>, const T: usize>(
     Ok(())
 }
 
-/// Implements [`ElementStep`](super::ElementStep) for a rule with these state tensors.
+/// Implements [`ElementStep`](super::ElementStep) for a [`Rule`] with these state tensors.
 macro_rules! element_step {
     ($params:ty, $($state:ident),+) => {
         impl super::ElementStep for $params {
-            fn step(&self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<(), OpError> {
+            fn apply(&self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<(), OpError> {
                 match state {
                     [$($state),+] => elementwise::step(self, [param, $($state),+], grad),
                     _ => super::refuse_state(Self::OP, state.len()),
                 }
             }
 
-            fn step_on_host(
+            fn apply_on_host(
                 &self,
                 param: &mut [f32],
                 grad: &[f32],

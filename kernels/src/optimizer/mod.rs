@@ -1,24 +1,15 @@
 //! Optimizers as rules for one element: a step reads a gradient and updates a parameter and its state.
 //!
-//! | rule | state per element | decay |
-//! |---|---|---|
-//! | [`adamw`] | `exp_avg`, `exp_avg_sq` | decoupled (AdamW) or added to the gradient (Adam) |
-//! | [`sgd`] | `momentum_buffer`, or none | added to the gradient |
-//! | [`lion`] | `exp_avg` | decoupled |
-//! | [`adagrad`] | `state_sum` | added to the gradient |
-//!
 //! The driver in `elementwise.rs` checks the tensors, divides the elements among threads or CUDA blocks, and
-//! vectorizes. A new rule needs three things. A file with its hyper-parameters, the constants of a step and
-//! the update of one element. A struct with the same constants and update in `cuda/optimizer.cu`. And its
-//! formula in f64 in `reference.rs`. LAMB, whose step depends on norms of whole parameter tensors, is in
-//! [`lamb`].
+//! vectorizes. A new rule needs two things. A file with its hyper-parameters, the constants of a step, the update of
+//! one element, and for the tests its formula in f64. And a struct with the same constants and update in
+//! `cuda/optimizer.cu`. LAMB, whose step depends on norms of whole parameter tensors, is in [`lamb`].
 
 pub mod adagrad;
 pub mod adamw;
 mod elementwise;
 pub mod lamb;
 pub mod lion;
-pub mod reference;
 pub mod sgd;
 #[cfg(test)]
 mod tests;
@@ -28,19 +19,36 @@ use crate::arg_check::ArgCheck;
 use candle_core::Tensor;
 use lamb::{Segments, SquaredNorms};
 
+/// What changes from step to step in every rule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Step {
+    /// t, counted from 1.
+    pub number: u64,
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Factor on the gradient: loss unscaling and clipping in one.
+    pub grad_scale: f64,
+}
+
 /// One step of a rule that updates elements independently of each other.
 pub trait ElementStep {
-    /// Updates parameters and state, which has one tensor for each entry of the table above.
+    /// Updates parameters and state in place. The state has one tensor of each kind that the rule's documentation names, in
+    /// its order.
+    ///
+    /// # Shapes
+    /// All tensors hold the same number of elements.
     ///
     /// # Errors
-    /// As the `step` of the rule's module.
-    fn step(&self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<(), OpError>;
+    /// Hyper-parameters outside of their range, another number of state tensors, shapes, dtypes, devices or layouts that do not
+    /// match, or two tensors that share storage.
+    fn apply(&self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<(), OpError>;
 
-    /// The same on slices in host memory.
+    /// The same on slices in host memory, with the same bits.
     ///
     /// # Errors
-    /// As [`step`](Self::step); slices that do not have equal length.
-    fn step_on_host(&self, param: &mut [f32], grad: &[f32], state: &mut [&mut [f32]]) -> Result<(), OpError>;
+    /// As [`apply`](Self::apply); slices that do not have equal length.
+    fn apply_on_host(&self, param: &mut [f32], grad: &[f32], state: &mut [&mut [f32]])
+    -> Result<(), OpError>;
 }
 
 /// One step of a rule with norms of whole parameter tensors, in two passes. In between, the norms of a tensor's parts
@@ -77,8 +85,8 @@ fn refuse_state(op: &'static str, num_tensors: usize) -> Result<(), OpError> {
 }
 
 /// Steps are counted from 1.
-fn check_step(call: ArgCheck, step: u64) -> Result<(), OpError> {
-    call.expect_value("step", step as f64, step > 0, "at least 1")
+fn check_step(call: ArgCheck, step: Step) -> Result<(), OpError> {
+    call.expect_value("step", step.number as f64, step.number > 0, "at least 1")
 }
 
 /// Decay rates of moving averages.

@@ -1,60 +1,44 @@
 //! Stochastic gradient descent with momentum, in the form of `torch.optim.SGD` (dampening 0).
 
 use super::elementwise::{self, Rule};
-use super::{ElementStep, check_step};
+use super::{ElementStep, Step, check_step};
 use crate::OpError;
 use crate::arg_check::ArgCheck;
 use crate::simd::Isa;
 use bytemuck::NoUninit;
 use candle_core::Tensor;
 
-/// Hyper-parameters of one [`step`].
+/// A step that updates the state `momentum_buffer`, b. Without momentum there need not be one, and it is not read.
+///
+/// With g = grad · grad_scale + weight_decay · p: b ← momentum · b + g (b ← g at the first step, whatever b is), then
+/// p ← p − lr · b, or p − lr · (g + momentum · b) with Nesterov, or p − lr · g without momentum.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SgdParams {
-    /// Learning rate of this step.
-    pub lr: f64,
+    /// The step, with its learning rate.
+    pub step: Step,
     /// Decay of the momentum buffer; with 0 there is no buffer.
     pub momentum: f64,
     /// Nesterov's look-ahead: the update is g + momentum · buffer.
     pub nesterov: bool,
     /// Added to the gradient as weight_decay · parameter.
     pub weight_decay: f64,
-    /// t, counted from 1. The first step sets the momentum buffer to g without reading it.
-    pub step: u64,
-    /// Factor on the gradient: loss unscaling and clipping in one.
-    pub grad_scale: f64,
-}
-
-/// One optimizer step; param and the momentum buffer are updated in place.
-///
-/// With g = grad · grad_scale + weight_decay · p: b ← momentum · b + g (b ← g at the first step), then
-/// p ← p − lr · b, or p − lr · (g + momentum · b) with Nesterov, or p − lr · g without momentum.
-///
-/// # Shapes
-/// All tensors hold the same number of elements.
-///
-/// # Errors
-/// A `step` of 0, a negative momentum, momentum without a buffer, Nesterov without momentum, shapes, dtypes,
-/// devices or layouts that do not match, or two tensors that share storage.
-pub fn step(
-    param: &Tensor,
-    grad: &Tensor,
-    momentum_buffer: Option<&Tensor>,
-    params: &SgdParams,
-) -> Result<(), OpError> {
-    match momentum_buffer {
-        Some(buffer) if params.momentum > 0.0 => elementwise::step(params, [param, buffer], grad),
-        None if params.momentum > 0.0 => params.refuse_momentum(),
-        _ => elementwise::step(params, [param], grad),
-    }
 }
 
 impl ElementStep for SgdParams {
-    fn step(&self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<(), OpError> {
-        step(param, grad, state.first(), self)
+    fn apply(&self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<(), OpError> {
+        match state {
+            [buffer, ..] if self.momentum > 0.0 => elementwise::step(self, [param, buffer], grad),
+            [] if self.momentum > 0.0 => self.refuse_momentum(),
+            _ => elementwise::step(self, [param], grad),
+        }
     }
 
-    fn step_on_host(&self, param: &mut [f32], grad: &[f32], state: &mut [&mut [f32]]) -> Result<(), OpError> {
+    fn apply_on_host(
+        &self,
+        param: &mut [f32],
+        grad: &[f32],
+        state: &mut [&mut [f32]],
+    ) -> Result<(), OpError> {
         match state {
             [buffer, ..] if self.momentum > 0.0 => elementwise::step_on_host(self, [param, buffer], grad),
             [] if self.momentum > 0.0 => self.refuse_momentum(),
@@ -77,13 +61,14 @@ impl SgdParams {
     }
 
     fn constants(&self) -> Constants {
+        let Step { number, lr, grad_scale } = self.step;
         Constants {
-            lr: self.lr as f32,
+            lr: lr as f32,
             momentum: self.momentum as f32,
             weight_decay: self.weight_decay as f32,
-            grad_scale: self.grad_scale as f32,
+            grad_scale: grad_scale as f32,
             is_nesterov: self.nesterov.into(),
-            is_first: (self.step == 1).into(),
+            is_first: (number == 1).into(),
         }
     }
 }
@@ -149,5 +134,85 @@ impl Rule<2> for SgdParams {
         *b = if c.is_first != 0 { g } else { S::mul_add(c.momentum, *b, g) };
         let update = if c.is_nesterov != 0 { S::mul_add(c.momentum, *b, g) } else { *b };
         *p = S::mul_add(-c.lr, update, *p);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optimizer::tests::{Formula, STEP, rule_tests};
+    use crate::testing::*;
+
+    const PARAMS: SgdParams = SgdParams { step: STEP, momentum: 0.0, nesterov: false, weight_decay: 0.0 };
+
+    mod without_momentum {
+        use super::*;
+
+        impl Formula<1> for SgdParams {
+            const NUM_STEPS: u64 = 5;
+            const TOLERANCE: f64 = 5e-7;
+
+            fn modes(step: Step) -> Vec<Self> {
+                [0.0, 0.1].map(|weight_decay| Self { step, weight_decay, ..PARAMS }).into()
+            }
+
+            fn formula(&self, [p]: &mut [f64; 1], grad: f64) {
+                *p -= self.step.lr * (grad * self.step.grad_scale + self.weight_decay * *p);
+            }
+        }
+
+        rule_tests!(SgdParams, 1);
+    }
+
+    mod with_momentum {
+        use super::*;
+
+        impl Formula<2> for SgdParams {
+            /// The buffer's first content must not matter.
+            const INITIAL_STATE: &'static [f32] = &[f32::NAN];
+            const NUM_STEPS: u64 = 5;
+            const TOLERANCE: f64 = 5e-7;
+
+            fn modes(step: Step) -> Vec<Self> {
+                let modes = [(false, 0.1), (true, 0.0), (true, 0.1)];
+                let of = |(nesterov, weight_decay)| Self { step, momentum: 0.9, nesterov, weight_decay };
+                modes.map(of).into()
+            }
+
+            fn formula(&self, [p, b]: &mut [f64; 2], grad: f64) {
+                let Self { step: Step { number, lr, grad_scale }, momentum, nesterov, weight_decay } = *self;
+                let g = grad * grad_scale + weight_decay * *p;
+                *b = if number > 1 { momentum * *b + g } else { g };
+                *p -= lr * if nesterov { g + momentum * *b } else { *b };
+            }
+        }
+
+        rule_tests!(SgdParams, 2);
+    }
+
+    #[test]
+    fn momentum_remembers_the_gradient_of_the_step_before() {
+        on_every_target(|_| {
+            let (param, buffer) = (tensor(&[0.0], &[1]), output(&[1]));
+            for (number, grad) in [(1, 1.0), (2, 0.0)] {
+                let step = Step { number, lr: 0.1, grad_scale: 1.0 };
+                let params = SgdParams { step, momentum: 0.5, ..PARAMS };
+                params.apply(&param, &tensor(&[grad], &[1]), std::slice::from_ref(&buffer)).unwrap();
+            }
+            assert_close("param", &read(&param), &[-0.1 - 0.05], 1e-7);
+        });
+    }
+
+    #[test]
+    fn wrong_arguments_are_named() {
+        let zeros = || tensor(&[0.0; 4], &[4]);
+        let expected = "sgd::step: `momentum` is 0.9, expected 0 (there is no momentum buffer)";
+        let params = SgdParams { momentum: 0.9, ..PARAMS };
+        assert_eq!(params.apply(&zeros(), &zeros(), &[]).unwrap_err().to_string(), expected);
+        let error = params.apply_on_host(&mut [0.0; 3], &[0.0; 3], &mut []).unwrap_err();
+        assert_eq!(error.to_string(), expected);
+        let params = SgdParams { nesterov: true, ..PARAMS };
+        let error = params.apply(&zeros(), &zeros(), &[zeros()]).unwrap_err();
+        assert!(matches!(error, OpError::InvalidValue { argument: "momentum", .. }), "{error}");
     }
 }

@@ -1,7 +1,9 @@
 //! Sections with a `type` and its `params`: the optimizer and the scheduler.
 
 use super::words::{key, section};
-use crate::config_file::vocabulary::{Key, Value, Variant, complete, join, other_names, refused_names};
+use crate::config_file::vocabulary::{
+    Key, Refused, Value, Variant, complete, join, other_names, refused_names,
+};
 use serde_json::{Map, Value as Json, json};
 
 /// Returns the type `name` of the section at `path`, with its parameters.
@@ -12,12 +14,25 @@ pub(crate) fn variant(name: &'static str, path: &str, params: &[Key]) -> Variant
 
 /// Returns the keys of such a section; `about` documents the type.
 pub(crate) fn declare_variants(path: &str, about: &'static str, variants: Vec<Variant>) -> Vec<Key> {
-    let refused: Vec<_> = refused_names(&join(path, "type")).collect();
+    let refused = refused_variants(&join(path, "type"), &variants);
     let (variants, refused): (&[_], &[_]) = (variants.leak(), refused.leak());
     vec![
         Key { value: Value::Variant { variants, refused }, about, ..section().named("type").required() },
         Key { about: "Its parameters.", ..key(Value::Params(variants)).named("params") },
     ]
+}
+
+/// Returns the names of DeepSpeed's and PyTorch's other types, with the reasons, in which `{types}` are those of `variants`.
+fn refused_variants(path: &str, variants: &[Variant]) -> Vec<Refused> {
+    let names: Vec<_> = variants.iter().map(|variant| variant.name).collect();
+    let others = refused_names(path).filter(|refused| !names.contains(&refused.name));
+    let [first @ .., last] = &names[..] else { return others.collect() };
+    let types = format!("{} and {last}", first.join(", "));
+    let reason = |reason: &'static str| match reason.contains("{types}") {
+        true => reason.replace("{types}", &types).leak(),
+        false => reason,
+    };
+    others.map(|Refused { name, reason: why }| Refused { name, reason: reason(why) }).collect()
 }
 
 /// Adds both keys to `object`.

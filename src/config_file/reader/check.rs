@@ -130,7 +130,13 @@ impl Checker<'_, '_> {
                 return true;
             }
             (Kind::Variant { .. } | Kind::Choice(_), Value::StringLit(name)) => {
-                if let Some(refused) = refused_name(path, &name.value) {
+                let refused = match kind {
+                    Kind::Variant { refused, .. } => {
+                        refused.iter().find(|refused| refused.name.eq_ignore_ascii_case(&name.value)).copied()
+                    }
+                    _ => refused_name(path, &name.value),
+                };
+                if let Some(refused) = refused {
                     self.refused(path.to_owned(), range, &refused);
                     return false;
                 }

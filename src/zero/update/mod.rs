@@ -131,7 +131,7 @@ impl ZeroOptimizer {
         let update = self.update_tensors(flat)?;
         for range in &flat.param_group_ranges {
             let UpdateTensors { parameters, gradients, state } = update.narrow(&range.elements)?;
-            range.settings.rule(config, step).by_element().step(&parameters, &gradients, &state)?;
+            range.settings.rule(config, step).by_element().apply(&parameters, &gradients, &state)?;
         }
         self.put_back(flat, update)
     }

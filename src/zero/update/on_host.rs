@@ -127,7 +127,7 @@ impl ZeroOptimizer {
             let at = || start - piece.start..end - piece.start;
             let mut state: Vec<_> = state.iter_mut().map(|tensor| &mut tensor[at()]).collect();
             let rule = range.settings.rule(config, step).by_element();
-            rule.step_on_host(&mut parameters[at()], &gradients[at()], &mut state)?;
+            rule.apply_on_host(&mut parameters[at()], &gradients[at()], &mut state)?;
         }
         match rounded {
             Some(rounded) => Ok(cast::round_on_host(parameters, rounded, self.storage.options.dtype)?),

@@ -15,7 +15,7 @@ mod tests;
 
 pub use segments::{Segments, SquaredNorms};
 
-use super::{TensorStep, refuse_state};
+use super::{Step, TensorStep, check_betas, check_step, refuse_state};
 use crate::OpError;
 use crate::arg_check::ArgCheck;
 use crate::device::{Target, dry};
@@ -24,8 +24,8 @@ use candle_core::Tensor;
 /// Hyper-parameters of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LambParams {
-    /// Learning rate of this step.
-    pub lr: f64,
+    /// The step, with its learning rate.
+    pub step: Step,
     /// Decay of the mean of gradients.
     pub beta1: f64,
     /// Decay of the mean of squared gradients.
@@ -40,10 +40,6 @@ pub struct LambParams {
     pub min_coeff: f64,
     /// Upper bound of the trust ratio (DeepSpeed's `max_coeff`).
     pub max_coeff: f64,
-    /// t, counted from 1.
-    pub step: u64,
-    /// Factor on the gradient: loss unscaling and clipping in one.
-    pub grad_scale: f64,
 }
 
 impl TensorStep for LambParams {
@@ -113,10 +109,8 @@ pub fn direction(
     params: &LambParams,
 ) -> Result<Vec<SquaredNorms>, OpError> {
     let call = ArgCheck::new("lamb::direction");
-    call.expect_value("step", params.step as f64, params.step > 0, "at least 1")?;
-    for (name, beta) in [("beta1", params.beta1), ("beta2", params.beta2)] {
-        call.expect_value(name, beta, (0.0..1.0).contains(&beta), "at least 0 and below 1")?;
-    }
+    check_step(call, params.step)?;
+    check_betas(call, params.beta1, params.beta2)?;
     for argument in [("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)] {
         call.expect(argument, &[param.elem_count()])?;
     }
@@ -172,7 +166,7 @@ pub fn apply(
     let target = call.elementwise(&[("param", param)], &[("direction", direction)])?;
     dry::report_elementwise([param]);
     call.element_type(&[], &[("param", param), ("direction", direction)])?;
-    let step_size = |norms: &SquaredNorms| (params.lr * params.trust_ratio(*norms)) as f32;
+    let step_size = |norms: &SquaredNorms| (params.step.lr * params.trust_ratio(*norms)) as f32;
     let step_sizes: Vec<f32> = norms.iter().map(step_size).collect();
     match target {
         Target::Cpu => {
@@ -207,13 +201,13 @@ struct Factors {
 impl Factors {
     fn new(params: &LambParams) -> Self {
         let LambParams { beta1, beta2, .. } = *params;
-        let t = params.step as f64;
+        let t = params.step.number as f64;
         let (correction1, correction2) = match params.bias_correction {
             true => (1.0 - beta1.powf(t), 1.0 - beta2.powf(t)),
             false => (1.0, 1.0),
         };
         Self {
-            grad_scale: params.grad_scale as f32,
+            grad_scale: params.step.grad_scale as f32,
             one_minus_beta1: (1.0 - beta1) as f32,
             beta2: beta2 as f32,
             one_minus_beta2: (1.0 - beta2) as f32,

@@ -1,6 +1,7 @@
 //! The step in f64: algorithm 2 of the paper line by line, with bounds for the trust ratio.
 
 use super::LambParams;
+use crate::optimizer::Step;
 
 /// Updates one parameter tensor and its moments in place.
 pub fn step(
@@ -10,11 +11,12 @@ pub fn step(
     exp_avg_sq: &mut [f64],
     params: &LambParams,
 ) {
-    let LambParams { lr, beta1, beta2, eps, weight_decay, min_coeff, max_coeff, .. } = *params;
-    let t = params.step as i32;
+    let LambParams { beta1, beta2, eps, weight_decay, min_coeff, max_coeff, .. } = *params;
+    let Step { number, lr, grad_scale } = params.step;
+    let t = number as i32;
     let mut direction = vec![0.0; param.len()];
     for i in 0..param.len() {
-        let g = grad[i] * params.grad_scale;
+        let g = grad[i] * grad_scale;
         exp_avg[i] = beta1 * exp_avg[i] + (1.0 - beta1) * g;
         exp_avg_sq[i] = beta2 * exp_avg_sq[i] + (1.0 - beta2) * g * g;
         let (m, v) = match params.bias_correction {

@@ -4,7 +4,7 @@ use candle_core::Device;
 use std::ops::Range;
 
 const PARAMS: LambParams = LambParams {
-    lr: 1e-2,
+    step: Step { number: 1, lr: 1e-2, grad_scale: 0.5 },
     beta1: 0.9,
     beta2: 0.95,
     eps: 1e-6,
@@ -12,8 +12,6 @@ const PARAMS: LambParams = LambParams {
     bias_correction: true,
     min_coeff: 0.01,
     max_coeff: 10.0,
-    step: 1,
-    grad_scale: 0.5,
 };
 
 fn segments(ends: &[(usize, usize)]) -> Segments {
@@ -39,7 +37,8 @@ fn five_steps_match_the_reference_on_every_target() {
                 let [param, m, v] = [&initial, &zeros, &zeros].map(|data| tensor(data, &[len]));
                 let [mut param64, mut m64, mut v64] = [&initial, &zeros, &zeros].map(|data| to_f64(data));
                 for t in 1..=5 {
-                    let params = LambParams { bias_correction, weight_decay, step: t, ..PARAMS };
+                    let step = Step { number: t, ..PARAMS.step };
+                    let params = LambParams { step, bias_correction, weight_decay, ..PARAMS };
                     let grad = random(t + 10, len);
                     let (direction_of, segments) = (tensor(&grad, &[len]), segments(&ends));
                     let norms = direction(&param, &direction_of, &m, &v, &segments, &params).unwrap();
@@ -159,7 +158,7 @@ fn wrong_arguments_are_named() {
     let whole = segments(&[(0, 4)]);
     let error = direction(&of(4), &of(4), &of(4), &of(3), &whole, &PARAMS).unwrap_err();
     assert!(matches!(error, OpError::Shape { argument: "exp_avg_sq", .. }), "{error}");
-    let zeroth = LambParams { step: 0, ..PARAMS };
+    let zeroth = LambParams { step: Step { number: 0, ..PARAMS.step }, ..PARAMS };
     let error = direction(&of(4), &of(4), &of(4), &of(4), &whole, &zeroth).unwrap_err();
     assert_eq!(error.to_string(), "lamb::direction: `step` is 0, expected at least 1");
     let error = direction(&of(3), &of(3), &of(3), &of(3), &whole, &PARAMS).unwrap_err();
