@@ -6,6 +6,8 @@ mod lamb;
 mod lion;
 mod rule;
 mod sgd;
+#[cfg(test)]
+mod tests;
 
 pub use adagrad::Adagrad;
 pub use adam::Adam;
@@ -107,6 +109,12 @@ impl OptimizerConfig {
     pub(crate) fn name_without_betas(&self) -> Option<&'static str> {
         let has_betas = self.clone().params_mut().shared().betas.is_some();
         (!has_betas).then(|| self.name_and_params().0)
+    }
+
+    /// The names in a config file of all optimizers.
+    #[cfg(test)]
+    pub(crate) fn names() -> Vec<&'static str> {
+        Self::variants("").iter().map(|variant| variant.name).collect()
     }
 
     /// Returns whether a step updates elements independently of each other.

@@ -235,15 +235,15 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"optimizer": {"type": "nadam", "params": {"any": 1}}}"#,
-            "c.json:1:24: `optimizer.type`: \"NAdam\": the optimizers are Adam, AdamW, SGD, Lion, Adagrad and LAMB: use \"AdamW\"",
+            "c.json:1:24: `optimizer.type`: \"NAdam\": the optimizers are {types}: use \"AdamW\"",
         ),
         (
             r#"{"optimizer": {"type": "Leon"}}"#,
-            "c.json:1:24: `optimizer.type`: expected one of \"Adam\", \"AdamW\", \"SGD\", \"Lion\", \"Adagrad\", \"Lamb\", found the string \"Leon\"",
+            "c.json:1:24: `optimizer.type`: expected one of {quoted types}, found the string \"Leon\"",
         ),
         (
             r#"{"optimizer": {"params": {}}}"#,
-            "c.json:1:15: missing key `optimizer.type`: expected one of \"Adam\", \"AdamW\", \"SGD\", \"Lion\", \"Adagrad\", \"Lamb\"",
+            "c.json:1:15: missing key `optimizer.type`: expected one of {quoted types}",
         ),
         (
             r#"{"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}"#,
@@ -262,7 +262,12 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
             "c.json:1:49: `bf16.enabled`: expected false (`fp16.enabled` is true too: enable only one), found true",
         ),
     ];
+    let names = OptimizerConfig::names();
+    let (last, others) = names.split_last().unwrap();
+    let types = format!("{} and {last}", others.join(", "));
+    let quoted = format!("\"{}\"", names.join("\", \""));
     for (text, expected) in cases {
+        let expected = expected.replace("{types}", &types).replace("{quoted types}", &quoted);
         assert_eq!(message(text), expected, "{text}");
     }
 }

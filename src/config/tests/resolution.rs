@@ -345,7 +345,7 @@ fn a_resolved_config_reads_back_as_itself() {
         schedulers.iter().map(|s| config_with(&format!("\"scheduler\": {s}"))).collect();
     configs.push(config_with(r#""optimizer": {"type": "SGD", "params": {"lr": 0.123456789012345678}}"#));
     configs.push(config_with(r#""optimizer": {"type": "AdamW", "params": {"lr": 1e-7}}"#));
-    for optimizer in ["Lion", "Adagrad", "Lamb"] {
+    for optimizer in OptimizerConfig::names() {
         configs.push(config_with(&format!(r#""optimizer": {{"type": "{optimizer}"}}"#)));
     }
     let groups = r#"[{"match": "norm|bias$", "weight_decay": 0}, {"match": "\\.0\\.", "lr_scale": 0.5}]"#;
