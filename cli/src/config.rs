@@ -2,7 +2,7 @@
 
 use super::config_flags::ConfigFlags;
 use crate::failure::{Failure, OrFail};
-use crate::mesh_flag::{mesh_overrides, stated_mesh};
+use crate::mesh_flag::mesh_overrides;
 use crate::output::{log_line, print};
 use std::path::PathBuf;
 use ulysses::config::{
@@ -44,8 +44,7 @@ pub(super) fn run(command: ConfigCommand) -> Result<(), Failure> {
         ConfigCommand::Explain { key } => print(explain(&key).or_usage()?),
         ConfigCommand::Resolve { config, mesh, steps, flags } => {
             let raw = RawConfig::from_file_with(config, &flags.settings()).or_usage()?;
-            let stated = mesh.as_deref().map(|mesh| stated_mesh(mesh, None)).transpose()?;
-            let overrides = Overrides { steps, ..mesh_overrides(stated.as_ref()) };
+            let overrides = Overrides { steps, ..mesh_overrides(mesh.as_deref())? };
             let PartiallyResolved { config, written, open } = raw.resolve_partially(&overrides).or_usage()?;
             print_notes(&config);
             for UnresolvedValue { key, needs } in open {

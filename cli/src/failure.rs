@@ -22,13 +22,6 @@ pub(crate) enum Failure {
     },
 }
 
-impl Failure {
-    /// Returns whether the arguments or the files that they name are the cause.
-    pub(crate) fn is_usage(&self) -> bool {
-        matches!(self, Self::Usage(_))
-    }
-}
-
 impl From<JobError> for Failure {
     fn from(error: JobError) -> Self {
         if error.is_usage() { Self::Usage(error.into()) } else { Self::Run(error.into()) }

@@ -1,9 +1,9 @@
 //! The flag `--mesh`.
 
-use anyhow::Context;
-use ulysses::config::{MeshShape, Overrides, StatedMesh};
-use ulysses::mesh::{Cluster, MeshError, TrainingShape};
+use ulysses::config::{MeshShape, Overrides};
+use ulysses::mesh::TrainingShape;
 use ulysses::trainer::JobError;
+use ulysses::trainer::job::stated_mesh;
 
 /// Parses the sizes of a command that takes neither hybrid sharding nor a ring.
 pub(crate) fn without_ring(notation: &str) -> Result<MeshShape, JobError> {
@@ -33,22 +33,7 @@ pub(crate) fn training_shape(notation: &str) -> Result<TrainingShape, JobError> 
 }
 
 /// Returns the overrides of a `--mesh` flag, if given.
-pub(crate) fn mesh_overrides(mesh: Option<&StatedMesh>) -> Overrides {
-    mesh.map_or_else(Overrides::default, |mesh| Overrides::default().with_mesh(mesh))
-}
-
-/// Parses a `--mesh` flag, for a job on `cluster`, if any.
-pub(crate) fn stated_mesh(notation: &str, cluster: Option<Cluster>) -> Result<StatedMesh, JobError> {
-    let flag = || format!("--mesh {notation}");
-    match StatedMesh::parse(notation, cluster) {
-        Err(MeshError::InferWithoutWorldSize { axis }) => {
-            let message = format!(
-                "{}: the size of {axis} cannot be inferred from -1, because the mesh determines the number of ranks; \
-                 give a size, 1 for an unused axis",
-                flag()
-            );
-            Err(JobError::usage(message))
-        }
-        parsed => parsed.with_context(flag).map_err(JobError::usage),
-    }
+pub(crate) fn mesh_overrides(notation: Option<&str>) -> Result<Overrides, JobError> {
+    let Some(notation) = notation else { return Ok(Overrides::default()) };
+    Ok(Overrides::default().with_mesh(&stated_mesh(notation, None)?))
 }

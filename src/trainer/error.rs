@@ -15,6 +15,14 @@ pub enum TrainerError {
     /// A step or an evaluation failed.
     #[error(transparent)]
     Engine(Box<EngineError>),
+    /// A step or an evaluation of a job failed for lack of memory.
+    #[error("out of memory {circumstances}")]
+    OutOfMemory {
+        /// When it failed, what is stored, what was planned, and what would need less.
+        circumstances: String,
+        /// The error.
+        source: Box<EngineError>,
+    },
     /// The config is incomplete.
     #[error(transparent)]
     Config(Box<ConfigError>),

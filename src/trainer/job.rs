@@ -6,23 +6,23 @@
 //! # Ok::<(), ulysses::trainer::JobError>(())
 //! ```
 //!
-//! 1. [`JobRanks`] joins the processes of a launcher's job, if there is one ([`join()`]), resolves the config for it, and
-//!    decides the devices of the ranks ([`DevicePlacement`]).
-//! 2. [`PreparedJob`] reads the model ([`ModelSource`]) and the data ([`Sources`]), and checks everything before any rank
-//!    starts. [`PreparedJob::decide_attention_output`] and [`PreparedJob::acquire_output`] then agree with the other
-//!    processes on what depends on all machines.
-//! 3. [`PreparedJob::run`] starts the ranks, and [`PreparedJob::trainer`] creates the trainer of each.
+//! A job joins the processes of a launcher, if there is one ([`JobRanks`]), resolves its config for them, and decides the
+//! devices of its ranks ([`DevicePlacement`]). It reads the model ([`ModelSource`]) and the data ([`Sources`]), and checks
+//! everything before any rank starts ([`PreparedJob`]). [`Job::train`] then starts the ranks, each with a [`Trainer`].
 
 mod available;
 mod checks;
+mod comms;
 mod devices;
 mod join;
 mod model_source;
 mod options;
+mod out_of_memory;
 mod output;
 mod planned_memory;
 mod prepared;
 mod ranks;
+mod resolve;
 mod sources;
 #[cfg(test)]
 mod tests;
@@ -40,7 +40,7 @@ pub use sources::Sources;
 #[doc(hidden)]
 pub use available::{GPU_RESERVE_BYTES, meminfo_bytes, proc_bytes};
 #[doc(hidden)]
-pub use checks::{check_memory, launch_options};
+pub use checks::{check_memory, config_launch_options, launch_options};
 #[doc(hidden)]
 pub use devices::likely_device;
 #[doc(hidden)]
@@ -50,32 +50,37 @@ pub use model_source::{check_exchange, check_layers, named_shape, resolve_ring};
 #[doc(hidden)]
 pub use prepared::config_warnings;
 #[doc(hidden)]
-pub use ranks::{resolve, with_location};
+pub use resolve::stated_mesh;
 #[doc(hidden)]
 pub use sources::open_tokenizer;
 
 use super::event_files::EventFiles;
-use super::{Observer, ObserverError, TrainReport, Trainer, TrainerError};
+use super::{MemoryWatch, ObserverError, RankMemory, TrainReport, Trainer, TrainerError};
+use crate::checkpoint::OutputLock;
 use crate::comm::RankContext;
-use crate::config::Overrides;
-use crate::monitor::{Progress, RankSummary, RunSummary, RunTotals};
+use crate::monitor::{Progress, RankComms, RankSummary, RunSummary, RunTotals, TraceData};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
+use std::borrow::BorrowMut;
 use std::path::{Path, PathBuf};
 
-/// Adds an observer to the trainer of a rank, if the rank has it.
-type AddObserver = Box<dyn Fn(&mut Trainer<'_>) -> Result<(), ObserverError> + Send + Sync>;
+/// Adds observers to the trainer of a rank.
+type AddObservers =
+    Box<dyn for<'a> Fn(&'a PreparedJob, &mut Trainer<'a>) -> Result<(), ObserverError> + Send + Sync>;
 
 /// A checked job whose ranks have not started: threads of this process, or the processes of the job that a launcher has
-/// started, of which this is one.
+/// started, of which this is one. `R` is [`JobRanks`], or a reference to those of a process that leaves the job later than
+/// the [`Job`] ends.
 ///
 /// It writes what the config asks for, that is checkpoints and the files of `tensorboard` and `csv_monitor`, and nothing
-/// else: other files are observers'. ([`MetricsFiles`](super::MetricsFiles) would write these files a second time.) While
-/// it trains, it has the lock of its output directory.
-pub struct Job {
-    ranks: JobRanks,
+/// else: other files are observers'. While it exists, it has the lock of its output directory.
+pub struct Job<R = JobRanks> {
+    ranks: R,
     prepared: PreparedJob,
-    observers: Vec<AddObserver>,
+    observers: Vec<AddObservers>,
+    has_output: bool,
+    /// Of the output directory, in the first process.
+    lock: Option<OutputLock>,
 }
 
 /// The result of a job.
@@ -87,6 +92,12 @@ pub struct JobReport {
     pub output: Option<PathBuf>,
     /// Loss, throughput, traffic and memory of all ranks; its `verbose` has more.
     pub summary: RunSummary,
+    /// The collectives of each rank, planned and measured.
+    pub comms: Vec<RankComms>,
+    /// The memory of each rank.
+    pub memory: Vec<RankMemory>,
+    /// The timeline of all ranks, for [`JobOptions::tracer`].
+    pub trace: TraceData,
 }
 
 /// The result of a rank.
@@ -95,6 +106,9 @@ struct RankReport {
     train: TrainReport,
     totals: RunTotals,
     summary: RankSummary,
+    comms: RankComms,
+    memory: RankMemory,
+    trace: TraceData,
 }
 
 impl Job {
@@ -103,45 +117,56 @@ impl Job {
     /// # Errors
     /// Whatever is wrong with the config, the model, the data or the machine.
     pub fn from_config(file: impl AsRef<Path>) -> Result<Self, JobError> {
-        Self::new(file.as_ref(), JobOptions::default(), Overrides::default())
+        Self::new(file.as_ref(), JobOptions::default())
     }
 
     /// As [`from_config`](Self::from_config), with the flags of the command.
     ///
     /// # Errors
     /// As for [`from_config`](Self::from_config).
-    pub fn new(file: &Path, options: JobOptions, overrides: Overrides) -> Result<Self, JobError> {
-        let mut ranks = JobRanks::default();
-        let prepared = PreparedJob::new(&mut ranks, file, options, |_, _| Ok(overrides));
-        let mut prepared = ranks.agree(prepared, JobError::is_usage)?;
-        prepared.decide_attention_output(&mut ranks)?;
-        Ok(Self { ranks, prepared, observers: Vec::new() })
+    pub fn new(file: &Path, options: JobOptions) -> Result<Self, JobError> {
+        Self::on(JobRanks::default(), file, options)
+    }
+}
+
+impl<R: BorrowMut<JobRanks>> Job<R> {
+    /// As [`Job::new`], on ranks that may outlive the job.
+    ///
+    /// # Errors
+    /// As for [`Job::from_config`].
+    pub fn on(mut ranks: R, file: &Path, options: JobOptions) -> Result<Self, JobError> {
+        let joined = ranks.borrow_mut();
+        let prepared = PreparedJob::new(joined, file, options);
+        let mut prepared = joined.agree(prepared)?;
+        prepared.decide_attention_output(joined)?;
+        Ok(Self { ranks, prepared, observers: Vec::new(), has_output: false, lock: None })
     }
 
-    /// Adds an observer to the ranks for which `new_observer` returns one. Its error ends the job.
-    pub fn observe<O: Observer + 'static>(
+    /// Calls `add` with the trainer of each rank before it trains, to add observers
+    /// ([`Trainer::observe`](super::Trainer::observe)). Its error ends the job.
+    pub fn observe(
         &mut self,
-        new_observer: impl Fn(&Trainer<'_>) -> Result<Option<O>, ObserverError> + Send + Sync + 'static,
+        add: impl for<'a> Fn(&'a PreparedJob, &mut Trainer<'a>) -> Result<(), ObserverError>
+        + Send
+        + Sync
+        + 'static,
     ) {
-        self.observers.push(Box::new(move |trainer| {
-            if let Some(observer) = new_observer(trainer)? {
-                trainer.observe(observer);
-            }
-            Ok(())
-        }));
+        self.observers.push(Box::new(add));
     }
 
     /// Prints the lines of [`Progress`] while the job trains.
     pub fn show_progress(&mut self) {
-        let steps_per_print = self.prepared.config.steps_per_print;
-        self.observe(move |trainer| {
-            Ok((trainer.group().rank() == 0).then(|| Progress::new(trainer.steps(), steps_per_print)))
+        self.observe(|job, trainer| {
+            if trainer.group().rank() == 0 {
+                trainer.observe(Progress::new(trainer.steps(), job.config.steps_per_print));
+            }
+            Ok(())
         });
     }
 
     /// Returns whether this process reports to the user; if ranks are processes, it is rank 0.
     pub fn is_first(&self) -> bool {
-        self.ranks.is_first()
+        self.ranks.borrow().is_first()
     }
 
     /// Returns the config, mesh, model and data.
@@ -149,41 +174,80 @@ impl Job {
         &self.prepared
     }
 
+    /// Creates and locks the output directory, as [`train`](Self::train) does if the config asks for files, and returns
+    /// it. `check` runs in all processes before; a rejected job leaves nothing behind. Collective.
+    ///
+    /// # Errors
+    /// A failed check, a directory that cannot be created, or one that another job uses.
+    pub fn acquire_output(
+        &mut self,
+        check: impl FnOnce() -> Result<(), JobError>,
+    ) -> Result<PathBuf, JobError> {
+        self.lock = self.prepared.acquire_output(self.ranks.borrow_mut(), check)?;
+        self.has_output = true;
+        Ok(self.prepared.output.clone().unwrap_or_default())
+    }
+
     /// Trains on all ranks. Every process gets the results of all.
     ///
     /// # Errors
-    /// An output directory that cannot be used, or the failure of a rank.
-    pub fn train(self) -> Result<JobReport, JobError> {
-        let Self { mut ranks, mut prepared, observers } = self;
-        let acquired = prepared.writes_output().then(|| prepared.acquire_output(&mut ranks, || Ok(())));
-        let _lock = acquired.transpose()?;
-        prepared.log_planned_memory(&ranks);
-        let reports = prepared.run(&mut ranks, |rank, device| train(&prepared, &observers, rank, device))?;
-        let summaries = reports.iter().map(|report| report.summary.clone()).collect();
-        let first = reports.into_iter().next().ok_or_else(|| JobError::run("a mesh has a rank"))?;
-        let summary = RunSummary { totals: first.totals, ranks: summaries };
-        Ok(JobReport { train: first.train, output: prepared.output, summary })
+    /// An output directory that cannot be used, or the failure of a rank. A checkpoint that does not fit the config is
+    /// [`JobError::Usage`].
+    pub fn train(&mut self) -> Result<JobReport, JobError> {
+        if self.prepared.writes_output() && !self.has_output {
+            self.acquire_output(|| Ok(()))?;
+        }
+        let (prepared, ranks) = (&self.prepared, self.ranks.borrow_mut());
+        prepared.log_planned_memory(ranks);
+        let train = |rank: &RankContext, device| train(prepared, &self.observers, rank, device);
+        let world_size = prepared.mesh.world_size();
+        let reports = ranks.launch(world_size, &prepared.placement, &prepared.launch, train)?;
+        let first = reports.first().ok_or_else(|| JobError::run("a mesh has a rank"))?;
+        let (train, totals) = (first.train.clone(), first.totals.clone());
+        let mut report = JobReport {
+            train,
+            output: prepared.output.clone(),
+            summary: RunSummary { totals, ranks: Vec::new() },
+            comms: Vec::new(),
+            memory: Vec::new(),
+            trace: TraceData::default(),
+        };
+        for RankReport { summary, comms, memory, trace, .. } in reports {
+            report.summary.ranks.push(summary);
+            report.comms.push(comms);
+            report.memory.push(memory);
+            report.trace.slices.extend(trace.slices);
+            report.trace.memory.extend(trace.memory);
+        }
+        Ok(report)
     }
 }
 
 /// Trains on one rank.
 fn train(
-    prepared: &PreparedJob,
-    observers: &[AddObserver],
+    job: &PreparedJob,
+    observers: &[AddObservers],
     rank: &RankContext,
     device: Device,
 ) -> Result<RankReport, TrainerError> {
     let _rank = tracing::info_span!("rank", rank = rank.rank).entered();
+    let mut memory = MemoryWatch::new(job.tracer.clone(), rank.rank, device.clone());
     let mut totals = RunTotals::default();
-    let mut trainer = prepared.trainer(rank, device)?;
+    let mut trainer = job.trainer(rank, device).map_err(|error| job.explain(error, None))?;
+    trainer.observe(&mut memory);
     trainer.observe(&mut totals);
-    observers.iter().try_for_each(|add| add(&mut trainer)).map_err(TrainerError::Observer)?;
+    observers.iter().try_for_each(|add| add(job, &mut trainer)).map_err(TrainerError::Observer)?;
     // The last one, since observers may change the metrics.
-    if let Some(output) = prepared.output.as_ref().filter(|_| rank.rank == 0 && !trainer.is_done()) {
-        trainer.observe(EventFiles::new(&prepared.config, output)?);
+    let output =
+        job.output.as_ref().filter(|_| job.writes_event_files && rank.rank == 0 && !trainer.is_done());
+    if let Some(output) = output {
+        trainer.observe(EventFiles::new(&job.config, output)?);
     }
-    let train = trainer.train()?;
-    let summary = trainer.engine().summary(&prepared.model.config, trainer.data().passes())?;
+    let train = trainer.train();
+    let train = train.map_err(|error| job.explain(error, Some(trainer.engine())))?;
+    let summary = trainer.engine().summary(&job.model.config, trainer.data().passes())?;
+    let comms = comms::measure(job, &trainer, &summary);
     drop(trainer);
-    Ok(RankReport { train, totals, summary })
+    let trace = job.tracer.as_ref().map(|tracer| tracer.take(rank.rank as u64)).unwrap_or_default();
+    Ok(RankReport { train, totals, summary, comms, memory: memory.finish(), trace })
 }

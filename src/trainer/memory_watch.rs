@@ -1,4 +1,4 @@
-//! The memory of a rank in each part of a step, for `run.json` and traces.
+//! The memory of a rank: its peak, and that of each part of a step, for `run.json` and traces.
 
 use super::observer::{Observer, ObserverError, StepEnd};
 use crate::engine::StepPart;
@@ -26,6 +26,15 @@ pub struct MemoryWatch {
     of_length: (usize, u64),
     /// The memory of a step with the longest sequences.
     longest: Option<StepMemory>,
+}
+
+/// The memory of a rank over a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RankMemory {
+    /// Peak bytes on the rank's device; 0 if they are not counted.
+    pub peak_bytes: u64,
+    /// The memory of a step with the longest sequences, if it was watched: on CPUs only.
+    pub step: Option<StepMemory>,
 }
 
 /// The peak memory of a rank in each part of a step: of its last micro batch, and of the update.
@@ -56,9 +65,13 @@ impl MemoryWatch {
         Self { device, tracer, rank: rank as u64, done: 0, of_length: (0, 0), longest: None }
     }
 
-    /// Returns the memory of a step with the longest sequences so far.
-    pub fn longest(self) -> Option<StepMemory> {
-        self.longest
+    /// Returns the memory until now.
+    pub fn finish(self) -> RankMemory {
+        let peak_bytes = match gpu_memory(&self.device) {
+            Some(memory) => memory.peak,
+            None => u64::try_from(peak_bytes()).unwrap_or(0),
+        };
+        RankMemory { peak_bytes, step: self.longest }
     }
 }
 

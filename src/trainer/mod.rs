@@ -42,7 +42,7 @@ pub use error::TrainerError;
 pub use evaluate::{Evaluation, evaluate};
 pub use event_files::check_event_files;
 pub use job::{Job, JobError, JobLog, JobOptions, JobReport};
-pub use memory_watch::{MemoryWatch, PartMemory, StepMemory};
+pub use memory_watch::{MemoryWatch, PartMemory, RankMemory, StepMemory};
 pub use metrics_files::MetricsFiles;
 pub use observer::{Observer, ObserverError, StepEnd};
 pub use options::{TrainReport, TrainerOptions, check_config};

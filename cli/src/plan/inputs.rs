@@ -3,7 +3,7 @@
 use super::PlanArgs;
 use super::assumed::{ASSUMED, AssumedBatch, assumed_config};
 use crate::failure::{Failure, OrFail};
-use crate::mesh_flag::{mesh_overrides, stated_mesh};
+use crate::mesh_flag::mesh_overrides;
 use crate::model::describe;
 use crate::sources::tokenizer_file;
 use anyhow::anyhow;
@@ -26,15 +26,13 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
         let message = "--ranks needs --fit; without --fit give the mesh, such as --mesh 1x8";
         return Err(Failure::Usage(anyhow!(message)));
     }
-    let stated = args.mesh.as_deref().map(|mesh| stated_mesh(mesh, None)).transpose()?;
-    let mesh = stated.as_ref().map(|mesh| mesh.shape.sizes);
-    let mesh = mesh.unwrap_or(MeshShape::dp_sp(args.ranks.unwrap_or(1), 1));
     let overrides = Overrides {
         world_size: args.ranks,
         seq_len: args.seq_len,
         model: args.model.clone(),
-        ..mesh_overrides(stated.as_ref())
+        ..mesh_overrides(args.mesh.as_deref())?
     };
+    let mesh = overrides.mesh.unwrap_or(MeshShape::dp_sp(args.ranks.unwrap_or(1), 1));
     let batch = if args.fit {
         AssumedBatch::Global(mesh.dp.saturating_mul(mesh.sp))
     } else {

@@ -31,22 +31,23 @@ const GPUS: [(&str, f64, f64); 14] = [
     ("L4", 30.3, 121.0),
 ];
 
-/// Returns the peak FLOP/s of `dtype` on all ranks. On a GPU it is the data sheet's if `gpu`, its name and the number of
-/// ranks on it, is known. Otherwise it is measured, with GEMMs on all ranks at the same time. Collective.
+/// Returns the peak FLOP/s of `dtype` on all ranks: the sum of `known`, this rank's part of the data sheet's, or measured
+/// with GEMMs on all ranks at the same time. Collective.
 pub(super) fn measure(
     all: &dyn ProcessGroup,
     device: &Device,
-    gpu: Option<(&str, usize)>,
     dtype: DType,
+    known: Option<f64>,
 ) -> anyhow::Result<f64> {
-    let rate = match gpu.and_then(|(name, ranks)| Some(data_sheet(name, dtype)? / ranks as f64)) {
+    let rate = match known {
         Some(rate) => rate,
         None => gemm_rate(all, device, dtype)?,
     };
     Ok(all.all_reduce_values(&[rate], ReduceOp::Sum)?[0])
 }
 
-fn data_sheet(name: &str, dtype: DType) -> Option<f64> {
+/// Returns the peak FLOP/s of a GPU, by its name.
+pub(super) fn data_sheet(name: &str, dtype: DType) -> Option<f64> {
     // A part of a GPU (MIG) has a part of its peak.
     if name.contains("MIG") {
         return None;
@@ -94,7 +95,7 @@ mod tests {
     #[test]
     fn an_unknown_device_is_measured() {
         let rates = ulysses::comm::launch(2, &ulysses::comm::LaunchOptions::default(), |rank| {
-            measure(&*rank.group, &Device::Cpu, Some(("unknown", 1)), DType::F32)
+            measure(&*rank.group, &Device::Cpu, DType::F32, data_sheet("unknown", DType::F32))
         });
         let rates = rates.unwrap();
         assert!(rates[0] > 0.0 && rates[0] == rates[1], "{rates:?}");

@@ -10,8 +10,7 @@ use ulysses::monitor::{counted, format_bytes};
 use ulysses::trainer::job::PreparedJob;
 
 /// Logs how ranks are ordered, if not row-major, and what sp groups that span more nodes than they must cost.
-pub(super) fn log(job: &PreparedJob, hosts: Option<&RankHosts>) {
-    let PreparedJob { config, model, mesh, sp_groups, .. } = job;
+pub(super) fn log(PreparedJob { config, model, mesh, hosts, sp_groups, .. }: &PreparedJob) {
     if let Some(spec @ MeshSpec::Hybrid { .. }) = &config.ulysses.mesh {
         log_line(format_args!("placement: {spec}"));
     }

@@ -1,52 +1,81 @@
-//! `ulysses train`: arguments, processes and output of a [`Trainer`](ulysses::trainer::Trainer).
+//! `ulysses train`: arguments, processes and output of a [`Job`].
 
 mod args;
-mod comms;
-mod explain;
+mod first_step;
 mod flop_rate;
 mod gemm_peak;
 mod mesh_order;
 mod outcome;
 mod output;
-mod overrides;
 mod rank;
-mod rank_outcome;
 mod record;
-mod run;
 mod signals;
 mod trace;
-mod writable;
 
 use crate::failure::Failure;
 use crate::output::log_line;
 pub(super) use args::TrainArgs;
-use run::Run;
-use ulysses::monitor::Tracer;
-use ulysses::trainer::job::JobRanks;
+use record::Record;
+use std::sync::Arc;
+use ulysses::config::ParameterGroup;
+use ulysses::monitor::{Tracer, counted};
+use ulysses::trainer::Job;
+use ulysses::trainer::job::{JobRanks, PreparedJob};
 
 pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>, ranks: &mut JobRanks) -> Result<(), Failure> {
-    let (config_path, is_verbose) = (args.config().to_owned(), args.verbose);
-    let trace = args.trace.clone().zip(tracer.clone());
-    let prepared = Run::prepare(args, tracer, ranks);
-    let mut run = ranks.agree(prepared, Failure::is_usage)?;
-    run.job.decide_attention_output(ranks)?;
+    let mut job = Job::on(ranks, args.config(), args.options(tracer.clone()))?;
+    let (is_first, trace) = (job.is_first(), args.trace.as_deref().zip(tracer));
+    mesh_order::log(job.prepared());
+    let stop = job.prepared().stop.clone();
+    let saves = job.prepared().config.checkpoint.is_some();
     // Nothing is written unless all processes can start.
-    let _lock =
-        run.job.acquire_output(ranks, || trace.as_ref().map_or(Ok(()), |(path, _)| trace::check(path)))?;
-    run.output = run.job.output.clone().unwrap_or_default();
-    run.record = record::begin(&run.job, &config_path);
-    log_line(&run);
-    if let Some(planned) = &run.job.planned {
+    let output = job.acquire_output(|| {
+        signals::watch(stop, saves)?;
+        trace.as_ref().filter(|_| is_first).map_or(Ok(()), |(path, _)| trace::check(path))
+    })?;
+    let record = Arc::new(Record::begin(job.prepared(), output, args.config()));
+    log_line(describe(job.prepared()));
+    if let Some(planned) = &job.prepared().planned {
         // A process trains once.
         let _ = crate::settings::PLANNED_PEAK.set(planned.clause());
     }
-    run.job.log_planned_memory(ranks);
-    let results = run.job.run(ranks, |rank, device| rank::train(&run, rank, device));
-    let traced = trace.filter(|_| ranks.is_first()).map_or(Ok(()), |(path, tracer)| {
-        trace::write(&path, &run.job.mesh, &tracer, results.as_deref().unwrap_or_default())
+    job.observe({
+        let record = record.clone();
+        move |job, trainer| rank::observe(job, trainer, &record)
+    });
+    let report = job.train();
+    let traced = trace.filter(|_| is_first).map_or(Ok(()), |(path, tracer)| {
+        trace::write(path, &job.prepared().mesh, &tracer, report.as_ref().ok().map(|report| &report.trace))
     });
     // A failed run takes precedence over an unwritable trace.
-    let results = results?;
+    let report = report?;
     traced?;
-    outcome::report(&run, results, ranks.is_first(), is_verbose)
+    outcome::report(job.prepared(), &report, &record, is_first, args.verbose)
+}
+
+/// Describes what the job trains, in a line.
+fn describe(PreparedJob { config, model, data, launch, .. }: &PreparedJob) -> String {
+    let (model, data) = (&model.config, &data.phases()[0].data);
+    let partitions = config.zero_world_size();
+    let replicas = config.zero_shard_size().map_or_else(String::new, |size| {
+        format!(
+            " ({} of {})",
+            counted(config.mesh.dp_size / size, "replica"),
+            counted(partitions, "partition")
+        )
+    });
+    let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
+    let frozen = match model.num_parameters_where(is_frozen) {
+        0 => String::new(),
+        frozen => format!(" ({:.2} M frozen)", frozen as f64 / 1e6),
+    };
+    format!(
+        "mesh {}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} of {} tokens, {} per rank",
+        config.training_shape(),
+        config.zero_axes().with_stage(config.zero.stage),
+        model.num_parameters() as f64 / 1e6,
+        counted(data.num_sequences(), "sequence"),
+        data.seq_len(),
+        counted(launch.threads_per_rank, "thread"),
+    )
 }

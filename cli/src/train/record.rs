@@ -1,22 +1,22 @@
 //! `run.json`: environment, settings and results of a run, for `ulysses report`.
 
-use super::rank_outcome::RankOutcome;
-use super::run::Run;
 use crate::launch::Restart;
 use crate::output::log_line;
 use crate::settings;
 use anyhow::Context;
+use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 use ulysses::comm::host_name;
 use ulysses::config::Config;
 use ulysses::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS};
-use ulysses::monitor::{Groups, RankComms, RestartMetrics, straggler_stats, volumes};
+use ulysses::monitor::{Groups, RankSummary, RestartMetrics, straggler_stats, volumes};
 use ulysses::trainer::job::{PreparedJob, meminfo_bytes};
-use ulysses::trainer::{StepMemory, Trainer};
+use ulysses::trainer::{JobReport, StepMemory, Trainer};
 
 const FILE: &str = "run.json";
 
@@ -76,41 +76,122 @@ impl EarlierRecord {
     }
 }
 
-/// Returns the record as far as it is known before ranks start.
-pub(super) fn begin(prepared: &PreparedJob, config_path: &Path) -> Value {
-    let PreparedJob { config, mesh, model, .. } = prepared;
-    let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    // The user's file, before flags.
-    let given = ulysses::regular_file::read_to_string(config_path).unwrap_or_default();
-    json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "command": std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>(),
-        "started_unix_seconds": started.as_secs(),
-        "environment": environment(prepared),
-        "mesh": {
-            "axes": mesh.axis_names(),
-            "shape": mesh.shape(),
-            "ranks": mesh.ranks(),
-            "shard_size": config.zero_shard_size(),
-            "zero_partition_axes": config.zero_axes(),
-        },
-        "model": { "parameters": model.config.num_parameters(), "config": model.config.to_hf_json() },
-        "given_config": serde_json::from_str::<Value>(&given).unwrap_or(Value::Null),
-    })
+/// The `run.json` of this run, which its first rank begins and its first process completes.
+pub(super) struct Record {
+    output: PathBuf,
+    content: Mutex<Value>,
+    peak_flops: OnceLock<f64>,
 }
 
-/// Returns the record of a part of a run that starts after `first_step` steps.
-pub(super) fn begin_part(run: &Run, run_id: &str, first_step: u64, earlier: EarlierRecord) -> Value {
-    let mut record = run.record.clone();
-    record["run_id"] = run_id.into();
-    record["first_step"] = (first_step + 1).into();
-    if let Some(restart) = Restart::of_this_rank() {
-        record["restart"] = restart.reason.into();
+impl Record {
+    /// Collects what is known before ranks start, for a run that writes to `output`.
+    pub(super) fn begin(prepared: &PreparedJob, output: PathBuf, config_path: &Path) -> Self {
+        let PreparedJob { config, mesh, model, .. } = prepared;
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        // The user's file, before flags.
+        let given = ulysses::regular_file::read_to_string(config_path).unwrap_or_default();
+        let content = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "command": std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>(),
+            "started_unix_seconds": started.as_secs(),
+            "environment": environment(prepared),
+            "mesh": {
+                "axes": mesh.axis_names(),
+                "shape": mesh.shape(),
+                "ranks": mesh.ranks(),
+                "shard_size": config.zero_shard_size(),
+                "zero_partition_axes": config.zero_axes(),
+            },
+            "model": { "parameters": model.config.num_parameters(), "config": model.config.to_hf_json() },
+            "given_config": serde_json::from_str::<Value>(&given).unwrap_or(Value::Null),
+        });
+        Self { output, content: Mutex::new(content), peak_flops: OnceLock::new() }
     }
-    if let EarlierRecord::Parts(parts) = earlier {
-        record["earlier"] = parts.into();
+
+    /// Returns the output directory.
+    pub(super) fn output(&self) -> &Path {
+        &self.output
     }
-    record
+
+    /// Sets the peak FLOP rate of all ranks.
+    pub(super) fn set_peak_flops(&self, peak_flops: f64) {
+        // The same on all ranks.
+        let _ = self.peak_flops.set(peak_flops);
+    }
+
+    /// Writes the beginning of a part of the run.
+    pub(super) fn begin_part(&self, trainer: &Trainer<'_>, earlier: EarlierRecord) -> anyhow::Result<()> {
+        let mut record = self.content.lock();
+        record["run_id"] = trainer.run_id().into();
+        record["first_step"] = (trainer.steps().start + 1).into();
+        if let Some(restart) = Restart::of_this_rank() {
+            record["restart"] = restart.reason.into();
+        }
+        if let EarlierRecord::Parts(parts) = earlier {
+            record["earlier"] = parts.into();
+        }
+        self.write(&record)
+    }
+
+    /// Adds the results of all ranks, and writes the record.
+    pub(super) fn finish(&self, job: &PreparedJob, report: &JobReport) -> anyhow::Result<()> {
+        let mut record = self.content.lock();
+        record["totals"] = json!(report.summary.totals);
+        if let Some(best) = report.train.evaluations.best {
+            record["best_evaluation"] = json!({ "step": best.step, "eval_loss": best.loss });
+        }
+        record["peak_flops"] = json!(self.peak_flops.get());
+        let ranks = report.summary.ranks.iter().zip(&report.memory);
+        record["ranks"] =
+            ranks.clone().map(|(summary, memory)| rank_results(summary, memory.peak_bytes)).collect();
+        // The first dp row of each stage is enough: the plan is of one of their ranks, and other rows hold as much.
+        let mesh = job.config.mesh;
+        let dp_rows = job.mesh.ranks().chunks(mesh.ranks_per_sequence()).step_by(mesh.dp_size);
+        let planned: HashSet<usize> = dp_rows.flatten().copied().collect();
+        let watched = ranks.filter(|(summary, _)| planned.contains(&summary.rank));
+        let watched = watched.filter_map(|(summary, memory)| {
+            let StepMemory { step, seq_len, parts } = memory.step.as_ref()?;
+            Some(json!({ "rank": summary.rank, "step": step, "seq_len": seq_len, "parts": parts }))
+        });
+        record["memory_over_step"] = watched.collect();
+        record["communication"] = json!({
+            "calls": report.comms.first().map(|comms| &comms.calls),
+            "straggling": straggler_stats(&report.comms, &groups(job)),
+            "volumes": volumes(&report.comms),
+        });
+        self.write(&record)
+    }
+
+    fn write(&self, record: &Value) -> anyhow::Result<()> {
+        let path = self.output.join(FILE);
+        let unfinished = self.output.join("run.json.part");
+        let text = serde_json::to_string_pretty(record)?;
+        let written = ulysses::regular_file::write(&unfinished, text);
+        let written = written.and_then(|()| std::fs::rename(&unfinished, &path));
+        written.with_context(|| format!("cannot write {}", path.display()))
+    }
+}
+
+/// Returns the results of a rank.
+fn rank_results(summary: &RankSummary, peak_bytes: u64) -> Value {
+    let held = ["parameters", "gradients", "optimizer"].into_iter().zip(summary.held_bytes);
+    let mut formula: Map<String, Value> =
+        held.clone().map(|(what, (_, expected))| (what.to_owned(), expected.into())).collect();
+    formula.insert("exchange".to_owned(), summary.expected_exchange_bytes.into());
+    let held: Map<String, Value> = held.map(|(what, (held, _))| (what.to_owned(), held.into())).collect();
+    let sent = summary.groups.iter().flat_map(|(axis, stats)| {
+        stats.ops.iter().map(move |(op, counted)| (format!("{axis} {op}"), counted.bytes_sent))
+    });
+    let sent: Map<String, Value> =
+        sent.filter(|(_, sent)| *sent > 0).map(|(what, sent)| (what, sent.into())).collect();
+    json!({
+        "rank": summary.rank,
+        "peak_bytes": peak_bytes,
+        "peak_by_category": summary.peak_by_category,
+        "held_bytes": held,
+        "formula_bytes": formula,
+        "sent_bytes": sent,
+    })
 }
 
 /// Returns what the metrics say of a restart.
@@ -129,54 +210,6 @@ pub(super) fn restart_metrics(restart: Restart, trainer: &Trainer<'_>, config: &
     }
 }
 
-/// Adds the results of all ranks to the record.
-pub(super) fn finish(prepared: &PreparedJob, record: &mut Value, outcomes: &[RankOutcome]) {
-    let comms: Vec<RankComms> = outcomes.iter().map(|outcome| outcome.comms.clone()).collect();
-    let first = outcomes.first();
-    record["totals"] =
-        json!(first.and_then(|outcome| outcome.reported.as_ref()).map(|reported| &reported.totals));
-    if let Some(best) = first.and_then(|outcome| outcome.train.evaluations.best) {
-        record["best_evaluation"] = json!({ "step": best.step, "eval_loss": best.loss });
-    }
-    record["peak_flops"] = json!(first.and_then(|outcome| outcome.peak_flops));
-    let rank = |outcome: &RankOutcome| {
-        let held = ["parameters", "gradients", "optimizer"].into_iter().zip(outcome.summary.held_bytes);
-        let mut formula: Map<String, Value> =
-            held.clone().map(|(what, (_, expected))| (what.to_owned(), expected.into())).collect();
-        formula.insert("exchange".to_owned(), outcome.summary.expected_exchange_bytes.into());
-        let held: Map<String, Value> = held.map(|(what, (held, _))| (what.to_owned(), held.into())).collect();
-        let sent = outcome.summary.groups.iter().flat_map(|(axis, stats)| {
-            stats.ops.iter().map(move |(op, counted)| (format!("{axis} {op}"), counted.bytes_sent))
-        });
-        let sent: Map<String, Value> =
-            sent.filter(|(_, sent)| *sent > 0).map(|(what, sent)| (what, sent.into())).collect();
-        json!({
-            "rank": outcome.summary.rank,
-            "peak_bytes": outcome.peak_bytes,
-            "peak_by_category": outcome.summary.peak_by_category,
-            "held_bytes": held,
-            "formula_bytes": formula,
-            "sent_bytes": sent,
-        })
-    };
-    record["ranks"] = outcomes.iter().map(rank).collect();
-    // The first dp row of each stage is enough: the plan is of one of their ranks, and other rows hold as much.
-    let mesh = prepared.config.mesh;
-    let dp_rows = prepared.mesh.ranks().chunks(mesh.ranks_per_sequence()).step_by(mesh.dp_size);
-    let planned: HashSet<usize> = dp_rows.flatten().copied().collect();
-    let watched = outcomes.iter().filter(|outcome| planned.contains(&outcome.summary.rank));
-    let watched = watched.filter_map(|outcome| {
-        let StepMemory { step, seq_len, parts } = outcome.step_memory.as_ref()?;
-        Some(json!({ "rank": outcome.summary.rank, "step": step, "seq_len": seq_len, "parts": parts }))
-    });
-    record["memory_over_step"] = watched.collect();
-    record["communication"] = json!({
-        "calls": comms.first().map(|comms| &comms.calls),
-        "straggling": straggler_stats(&comms, &groups(prepared)),
-        "volumes": volumes(&comms),
-    });
-}
-
 /// Returns the groups of each axis.
 pub(super) fn groups(prepared: &PreparedJob) -> Groups {
     let PreparedJob { config, mesh, .. } = prepared;
@@ -190,15 +223,6 @@ pub(super) fn groups(prepared: &PreparedJob) -> Groups {
     let of_tokens = tokens.iter().map(|mesh| (mesh, TOKENS_AXIS));
     let all = of_mesh.chain(of_zero).chain(of_ring).chain(of_tokens);
     all.map(|(mesh, axis)| (axis.to_owned(), mesh.all_groups(axis).unwrap_or_default())).collect()
-}
-
-pub(super) fn write(output: &Path, record: &Value) -> anyhow::Result<()> {
-    let path = output.join(FILE);
-    let unfinished = output.join("run.json.part");
-    let text = serde_json::to_string_pretty(record)?;
-    let written =
-        ulysses::regular_file::write(&unfinished, text).and_then(|()| std::fs::rename(&unfinished, &path));
-    written.with_context(|| format!("cannot write {}", path.display()))
 }
 
 fn environment(run: &PreparedJob) -> Value {

@@ -1,7 +1,5 @@
 //! The output file of `--trace`.
 
-use super::rank_outcome::RankOutcome;
-use super::writable::check_writable;
 use crate::failure::{Failure, OrFail};
 use crate::output::log_line;
 use anyhow::Context;
@@ -11,21 +9,26 @@ use ulysses::mesh::DeviceMesh;
 use ulysses::monitor::{TraceData, Tracer, write_trace};
 use ulysses::trainer::JobError;
 
-/// Checks in advance that the file can be written.
+/// Checks in advance that the file can be written, without changing its content.
 pub(super) fn check(path: &Path) -> Result<(), JobError> {
-    let writable = check_writable(path).with_context(|| format!("--trace: cannot write {}", path.display()));
-    writable.map_err(JobError::usage)
+    let is_new = path.symlink_metadata().is_err();
+    let writable = ulysses::regular_file::append(path);
+    writable.with_context(|| format!("--trace: cannot write {}", path.display())).map_err(JobError::usage)?;
+    if is_new {
+        // An empty file would look like a result. Failing to remove it does no harm.
+        let _ = std::fs::remove_file(path);
+    }
+    Ok(())
 }
 
-/// Writes the traces of all ranks, including those of failed ranks in this process.
+/// Writes the traces of all ranks: `completed`, and those of failed ranks in this process.
 pub(super) fn write(
     path: &Path,
     mesh: &DeviceMesh,
     tracer: &Tracer,
-    outcomes: &[RankOutcome],
+    completed: Option<&TraceData>,
 ) -> Result<(), Failure> {
-    let completed = outcomes.iter().map(|outcome| outcome.trace.clone());
-    let traced: TraceData = completed.chain([tracer.take_all()]).collect();
+    let traced: TraceData = completed.cloned().into_iter().chain([tracer.take_all()]).collect();
     if traced.slices.is_empty() {
         // A run without steps keeps an earlier trace.
         return Ok(());

@@ -29,6 +29,16 @@ pub fn launch_options(requested: Option<usize>, world_size: usize) -> Result<Lau
     Ok(LaunchOptions { threads_per_rank, ..LaunchOptions::default() })
 }
 
+/// Returns the options of a config, of which `local_ranks` ranks run on this machine.
+///
+/// # Errors
+/// As for [`launch_options`].
+pub fn config_launch_options(config: &Config, local_ranks: usize) -> Result<LaunchOptions, JobError> {
+    let launch = launch_options(config.ulysses.threads_per_rank, local_ranks)?;
+    let comm = &config.ulysses.comm;
+    Ok(LaunchOptions { check: comm.is_checked(), timeout: comm.timeout(), ..launch })
+}
+
 /// Rejects runs whose lower bound on memory exceeds this machine's. `local_ranks` ranks together store at least their
 /// share of one copy of parameters and gradients and of the input of every layer, unless these are offloaded. Gradients
 /// are f32 whatever the dtype.

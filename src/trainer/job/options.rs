@@ -1,20 +1,26 @@
 //! The options of a job besides its config, [`JobOptions`] and [`JobLog`], and its error, [`JobError`].
 
 use crate::comm::ProcessFlags;
-use crate::config::{Backend, ChatDate, Settings};
+use crate::config::{Backend, ChatDate, Overrides, Settings};
 use crate::data::{DataError, Tokenizer};
 use crate::kernels::device::DeviceKind;
+use crate::monitor::Tracer;
 use crate::trainer::options::log_event;
 use std::path::{Path, PathBuf};
 
 /// Opens a tokenizer file, or for `None` the tokenizer of bytes.
 pub type OpenTokenizer = fn(Option<&Path>, ChatDate) -> Result<Tokenizer, JobError>;
 
-/// Settings of a job that are not in its config.
+/// What a job adds to its config file: changes of it, and settings that it has no key for.
 #[derive(Debug, Clone)]
 pub struct JobOptions {
     /// Changes of values in the config file.
     pub settings: Settings,
+    /// Values that replace those of the file when it is resolved.
+    pub overrides: Overrides,
+    /// The flag `--mesh`, which replaces the mesh of `overrides`. It may depend on the number of ranks that a launcher has
+    /// started.
+    pub mesh: Option<String>,
     /// The kind of device; `None`: GPUs if the build and the machine have them, else the CPU.
     pub device: Option<DeviceKind>,
     /// The backend, instead of the config's or the launcher's: the flag `--backend`.
@@ -28,6 +34,11 @@ pub struct JobOptions {
     pub reset_data: bool,
     /// As in [`TrainerOptions::memory_dir`](crate::trainer::TrainerOptions::memory_dir).
     pub memory_dir: Option<PathBuf>,
+    /// Whether the files of `tensorboard` and `csv_monitor` are written, as they are by default; false for a job with
+    /// [`MetricsFiles`](crate::trainer::MetricsFiles), which write them too.
+    pub writes_event_files: bool,
+    /// Receives a timeline of all ranks, for [`JobReport::trace`](super::JobReport::trace).
+    pub tracer: Option<Tracer>,
     /// Opens the tokenizer; by default in this process.
     pub open_tokenizer: OpenTokenizer,
     /// Receives the lines of the job.
@@ -38,12 +49,16 @@ impl Default for JobOptions {
     fn default() -> Self {
         Self {
             settings: Settings::default(),
+            overrides: Overrides::default(),
+            mesh: None,
             device: None,
             backend: None,
             process: ProcessFlags::default(),
             resume: None,
             reset_data: false,
             memory_dir: None,
+            writes_event_files: true,
+            tracer: None,
             open_tokenizer: |path, date| match path {
                 Some(path) => Tokenizer::from_file_with_date(path, date).map_err(JobError::usage),
                 None => Ok(Tokenizer::bytes()),

@@ -11,22 +11,23 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 impl PreparedJob {
-    /// Creates and locks the output directory in the first process, and tells the others its path. Without
-    /// `ulysses.output` it is `runs/NAME-N`, after the config file. Keep the lock, which the first process gets, while the
-    /// job runs. `check` runs before anything is created; a rejected job leaves nothing behind. Collective.
+    /// Creates and locks the output directory in the first process, which gets the lock, and tells the others its path.
+    /// Without `ulysses.output` it is `runs/NAME-N`, after the config file. `check` runs in all processes before anything
+    /// is created; a rejected job leaves nothing behind. Collective.
     ///
     /// # Errors
     /// A failed check, a directory that cannot be created, or one that another job uses.
-    pub fn acquire_output(
+    pub(super) fn acquire_output(
         &mut self,
         ranks: &mut JobRanks,
         check: impl FnOnce() -> Result<(), JobError>,
     ) -> Result<Option<OutputLock>, JobError> {
-        let acquire = || check().and_then(|()| acquire(&self.file, &self.config));
-        let acquired = ranks.is_first().then(acquire).transpose();
-        let (output, lock) = ranks.agree(acquired, JobError::is_usage)?.unzip();
-        self.output = Some(ranks.value_of_first(output.unwrap_or_default())?);
-        Ok(lock)
+        let is_first = ranks.is_first();
+        let acquire = || is_first.then(|| LockedOutput::acquire(&self.file, &self.config)).transpose();
+        let acquired = ranks.agree(check().and_then(|()| acquire()))?;
+        let path = acquired.as_ref().map(|output| output.path.clone());
+        self.output = Some(ranks.value_of_first(path.unwrap_or_default())?);
+        Ok(acquired.map(|output| output.lock))
     }
 
     /// Returns whether the config asks for files in the output directory.
@@ -37,14 +38,22 @@ impl PreparedJob {
     }
 }
 
-fn acquire(file: &Path, config: &Config) -> Result<(PathBuf, OutputLock), JobError> {
-    let mut created = CreatedDirs::default();
-    let output = create(file, config, &mut created)?;
-    check_event_files(&config.monitoring, &output, &mut created).or_usage()?;
-    // Last, because the lock file stays.
-    let lock = OutputLock::acquire(&output, &holder()).or_run()?;
-    created.keep();
-    Ok((output, lock))
+/// An output directory that no other job uses.
+struct LockedOutput {
+    path: PathBuf,
+    lock: OutputLock,
+}
+
+impl LockedOutput {
+    fn acquire(file: &Path, config: &Config) -> Result<Self, JobError> {
+        let mut created = CreatedDirs::default();
+        let path = create(file, config, &mut created)?;
+        check_event_files(&config.monitoring, &path, &mut created).or_usage()?;
+        // Last, because the lock file stays.
+        let lock = OutputLock::acquire(&path, &holder()).or_run()?;
+        created.keep();
+        Ok(Self { path, lock })
+    }
 }
 
 /// Creates the output directory without touching files in it: the ranks decide whether anything is left to do.

@@ -1,26 +1,25 @@
 //! [`PreparedJob`]: everything that is read and checked before ranks start.
 
-use super::checks::{check_candidate, check_memory, check_output, launch_options, open_resume};
+use super::checks::{check_candidate, check_memory, check_output, config_launch_options, open_resume};
 use super::devices::DevicePlacement;
 use super::model_source::{ModelSource, check_exchange, check_layers, resolve_ring};
 use super::options::{JobError, JobOptions, OrJobError};
+use super::out_of_memory::explain;
 use super::planned_memory::{PlannedMemory, Sharing};
-use super::ranks::JobRanks;
+use super::ranks::{JobRanks, Placed};
 use super::sources::{Sources, open_tokenizer};
 use crate::comm::{LaunchOptions, MeshGroups, RankContext};
-use crate::config::{Config, Overrides, RawConfig, Severity};
+use crate::config::{Config, SeqLenChange, Severity};
 use crate::data::Tokenizer;
-use crate::engine::{EngineError, check_offload, initialize, set_stages};
+use crate::engine::{Engine, EngineError, check_offload, initialize, set_stages};
 use crate::estimate::Workload;
 use crate::kernels::device::DeviceKind;
 use crate::kernels::linear::bf16_gemm_deprecation;
-use crate::mesh::{Cluster, DeviceMesh, RankHosts, SpGroups};
+use crate::mesh::{DeviceMesh, RankHosts, SpGroups};
 use crate::model::Model;
-use crate::monitor::counted;
+use crate::monitor::{Tracer, counted};
 use crate::trainer::{Phase, Resume, Trainer, TrainerError, TrainerOptions, TrainingData, check_config};
 use candle_core::Device;
-use serde::{Serialize, de::DeserializeOwned};
-use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -55,24 +54,20 @@ pub struct PreparedJob {
     pub(super) file: PathBuf,
     reset_data: bool,
     memory_dir: Option<PathBuf>,
+    pub(super) writes_event_files: bool,
+    pub(super) tracer: Option<Tracer>,
     log: fn(&str),
 }
 
 impl PreparedJob {
-    /// Joins the job of `ranks`, and reads and checks what it needs. `overrides` receives the config as in the file, and
-    /// the cluster if a launcher has started processes; where the job runs is added to the result.
+    /// Joins the job of `ranks`, and reads and checks what it needs.
     ///
     /// The other processes wait in [`JobRanks::agree`], also after an error of this one.
     ///
     /// # Errors
     /// Whatever is wrong with the config, the model, the data or the machine.
-    pub fn new(
-        ranks: &mut JobRanks,
-        file: &Path,
-        options: JobOptions,
-        overrides: impl FnOnce(&RawConfig, Option<Cluster>) -> Result<Overrides, JobError>,
-    ) -> Result<Self, JobError> {
-        let (mut config, placement) = ranks.join_and_resolve(file, &options, overrides)?;
+    pub(super) fn new(ranks: &mut JobRanks, file: &Path, options: JobOptions) -> Result<Self, JobError> {
+        let Placed { mut config, placement } = ranks.join_and_resolve(file, &options)?;
         let log = ranks.log();
         let resume = options.resume.map(open_resume).transpose()?;
         config_warnings(&config, file, placement.device()).iter().for_each(|line| log(line));
@@ -82,9 +77,7 @@ impl PreparedJob {
         config.require_data().or_usage()?;
         check_output(&config, resume.as_ref())?;
         let placed = config.placed_mesh(ranks.rank_hosts()).or_usage()?;
-        let launch = launch_options(config.ulysses.threads_per_rank, ranks.local_ranks(config.world_size()))?;
-        let comm = &config.ulysses.comm;
-        let launch = LaunchOptions { check: comm.is_checked(), timeout: comm.timeout(), ..launch };
+        let launch = config_launch_options(&config, ranks.local_ranks(config.world_size()))?;
         let tokenizer = open_tokenizer(&mut config.ulysses, options.open_tokenizer, log)?;
         let vocab_size = tokenizer.vocab_size();
         let mut model = ModelSource::open(config.require_model().or_usage()?, config.seed, vocab_size, log)?;
@@ -111,6 +104,8 @@ impl PreparedJob {
             file: file.to_owned(),
             reset_data: options.reset_data,
             memory_dir: options.memory_dir,
+            writes_event_files: options.writes_event_files,
+            tracer: options.tracer,
             log,
         };
         job.planned = job.plan_memory(ranks).or_usage()?;
@@ -143,7 +138,7 @@ impl PreparedJob {
     ///
     /// # Errors
     /// When the processes cannot communicate.
-    pub fn decide_attention_output(&mut self, ranks: &mut JobRanks) -> Result<(), JobError> {
+    pub(super) fn decide_attention_output(&mut self, ranks: &mut JobRanks) -> Result<(), JobError> {
         if !self.config.saves_attention_output_if_it_fits() {
             return Ok(());
         }
@@ -161,28 +156,25 @@ impl PreparedJob {
     }
 
     /// Logs the planned memory next to the available memory, with a warning if it exceeds it.
-    pub fn log_planned_memory(&self, ranks: &JobRanks) {
+    pub(super) fn log_planned_memory(&self, ranks: &JobRanks) {
         let lines = self.planned.iter().flat_map(|planned| planned.lines(self.sharing(ranks)));
         lines.for_each(|line| (self.log)(&line));
     }
 
-    /// Runs `run` on all ranks, with the device of their tensors, and returns the results of all of them in every process.
-    ///
-    /// # Errors
-    /// The failure of a rank. A checkpoint that does not fit the config is [`JobError::Usage`].
-    pub fn run<T: Serialize + DeserializeOwned + Send, E: Into<Box<dyn Error + Send + Sync>>>(
-        &self,
-        ranks: &mut JobRanks,
-        run: impl Fn(&RankContext, Device) -> Result<T, E> + Sync,
-    ) -> Result<Vec<T>, JobError> {
-        ranks.launch(self.mesh.world_size(), &self.placement, &self.launch, run)
+    /// Explains an out-of-memory error of a rank, with the state of its engine if there is one.
+    pub(super) fn explain(&self, error: TrainerError, engine: Option<&Engine>) -> TrainerError {
+        explain(error, &self.config, engine, self.planned.as_ref().map(PlannedMemory::clause))
     }
 
     /// Returns the trainer of a rank, which resumes the checkpoint of the job, if it has one. Collective.
     ///
     /// # Errors
     /// As for [`initialize`] and [`Trainer::new`].
-    pub fn trainer<'a>(&self, rank: &RankContext, device: Device) -> Result<Trainer<'a>, TrainerError> {
+    pub(super) fn trainer<'a>(
+        &self,
+        rank: &RankContext,
+        device: Device,
+    ) -> Result<Trainer<'a>, TrainerError> {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device);
         let model = Model::new(&self.model.config).map_err(EngineError::from)?;
         let engine = initialize(model, &*self.model.weights, &self.config, &groups)?;
@@ -222,18 +214,17 @@ pub fn config_warnings(config: &Config, path: &Path, device: DeviceKind) -> Vec<
     lines
 }
 
-/// Returns every sequence length of the job, with the number of steps before it.
-fn seq_lens(config: &Config) -> Result<Vec<(u64, usize)>, JobError> {
-    let first = (0, config.require_seq_len().or_usage()?);
-    let later = config.ulysses.seq_len_schedule.iter().map(|change| (change.step, change.seq_len));
-    Ok(std::iter::once(first).chain(later).collect())
+/// Returns every sequence length of the job.
+fn seq_lens(config: &Config) -> Result<Vec<SeqLenChange>, JobError> {
+    let first = SeqLenChange { step: 0, seq_len: config.require_seq_len().or_usage()? };
+    Ok(std::iter::once(first).chain(config.ulysses.seq_len_schedule.iter().copied()).collect())
 }
 
 /// Checks that the model fits the config and the machine, and resolves what depends on the model.
 fn check_model(
     config: &mut Config,
     model: &ModelSource,
-    seq_lens: &[(u64, usize)],
+    seq_lens: &[SeqLenChange],
     ranks: &JobRanks,
 ) -> Result<(), JobError> {
     check_layers(&model.config, config)?;
@@ -243,7 +234,7 @@ fn check_model(
     resolve_ring(&model.config, config, ranks_per_node);
     set_stages(&Model::new(&model.config).or_usage()?, config).or_usage()?;
     model.warn_of_length(config.longest_seq_len().unwrap_or_default(), ranks.log());
-    for (_, seq_len) in seq_lens {
+    for SeqLenChange { seq_len, .. } in seq_lens {
         check_exchange(&model.config, config.micro_batch_size, *seq_len, config)?;
         check_memory(config, &model.config, *seq_len, ranks.local_ranks(world_size))?;
     }
@@ -253,7 +244,7 @@ fn check_model(
 /// Reads the data and packs it for every sequence length. An exported model ends its answers as the data does.
 fn read_data(
     config: &Config,
-    seq_lens: &[(u64, usize)],
+    seq_lens: &[SeqLenChange],
     tokenizer: &Tokenizer,
     model: &mut ModelSource,
     log: fn(&str),
@@ -267,8 +258,8 @@ fn read_data(
             "note: generation with an exported model also stops at the end of a turn, {text} ({end}): it is added to `eos_token_id`"
         ));
     }
-    let phase = |(first_step, seq_len): &(u64, usize)| -> Result<Phase, JobError> {
-        Ok(Phase::new(*first_step, sources.training(*seq_len)?, sources.held_out(*seq_len)?)?)
+    let phase = |SeqLenChange { step, seq_len }: &SeqLenChange| -> Result<Phase, JobError> {
+        Ok(Phase::new(*step, sources.training(*seq_len)?, sources.held_out(*seq_len)?)?)
     };
     let phases = seq_lens.iter().map(phase).collect::<Result<Vec<_>, _>>()?;
     TrainingData::by_phase(phases, config).or_run()

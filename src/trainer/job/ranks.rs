@@ -1,6 +1,6 @@
 //! The ranks of a job: threads of this process, or processes of which this is one.
 
-use super::devices::{DevicePlacement, DeviceRequest, likely_device};
+use super::devices::{DevicePlacement, DeviceRequest};
 use super::join::{
     backend_of, check_backend, check_build, check_processes, check_threads, join, launched_backend,
 };
@@ -10,8 +10,7 @@ use crate::comm::{
     CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext, Session, all_gather_object, host_name,
     stated_hosts,
 };
-use crate::config::{Backend, Config, ConfigError, Overrides, RawConfig};
-use crate::kernels::device::DeviceKind;
+use crate::config::{Backend, Config, RawConfig};
 use crate::mesh::{Cluster, RankHosts};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
@@ -28,34 +27,10 @@ pub struct JobRanks {
     pub(super) log: JobLog,
 }
 
-/// Resolves the config of a job. An unspecified mesh size fills the job; a mesh that does not fill it gets a better error
-/// later.
-///
-/// # Errors
-/// A config that cannot be resolved.
-pub fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, ConfigError> {
-    let unfilled = || Overrides { world_size: None, ..overrides.clone() };
-    raw.resolve(overrides).or_else(|error| raw.resolve(&unfilled()).map_err(|_| error))
-}
-
-/// Adds what follows from where a job runs: its size, and the text that the config's mesh rules are matched with.
-pub fn with_location(
-    overrides: Overrides,
-    raw: &RawConfig,
-    cluster: Option<Cluster>,
-    device: DeviceKind,
-) -> Overrides {
-    // A GPU that does not report its name fails later, when it is opened.
-    let machine = || {
-        let device = device.describe().unwrap_or_else(|_| "cuda".to_owned());
-        format!("{}/{device}", host_name().unwrap_or_default())
-    };
-    Overrides {
-        mesh_selector: overrides.mesh_selector.clone().or_else(|| raw.has_mesh_rules().then(machine)),
-        world_size: overrides.world_size.or(cluster.map(Cluster::world_size)),
-        ranks_per_node: overrides.ranks_per_node.or(cluster.map(|cluster| cluster.ranks_per_node)),
-        ..overrides
-    }
+/// The resolved config of a job, and where its ranks run.
+pub(super) struct Placed {
+    pub(super) config: Config,
+    pub(super) placement: DevicePlacement,
 }
 
 impl JobRanks {
@@ -66,13 +41,8 @@ impl JobRanks {
 
     /// Joins the launcher's job, if any, resolves the config, so that other processes learn of an invalid config, and then
     /// places its ranks. The placement's backend is the config's from then on.
-    pub(super) fn join_and_resolve(
-        &mut self,
-        file: &Path,
-        options: &JobOptions,
-        overrides: impl FnOnce(&RawConfig, Option<Cluster>) -> Result<Overrides, JobError>,
-    ) -> Result<(Config, DevicePlacement), JobError> {
-        let (device, by_flag, log) = (options.device, options.backend, options.log);
+    pub(super) fn join_and_resolve(&mut self, file: &Path, options: &JobOptions) -> Result<Placed, JobError> {
+        let JobOptions { device, backend: by_flag, log, .. } = *options;
         self.log = log;
         // Variables that contradict each other do not matter to threads.
         let discovered = ProcessInfo::discover(&options.process, variable).or_usage();
@@ -108,10 +78,7 @@ impl JobRanks {
         if self.session.is_none() {
             self.rank_hosts = stated_hosts(None, variable).or_usage()?.map(|hosts| RankHosts::new(&hosts));
         }
-        let cluster = self.cluster();
-        let overrides = overrides(&raw, cluster)?;
-        let overrides = with_location(overrides, &raw, cluster, likely_device(device, backend));
-        let mut config = resolve(&raw, &overrides).or_usage()?;
+        let mut config = options.resolve(file, &raw, self.cluster(), backend)?;
         self.check_size(&config)?;
         if self.session.is_none() {
             stated_hosts(Some(config.world_size()), variable).or_usage()?;
@@ -119,7 +86,7 @@ impl JobRanks {
         let threads = self.session.is_none().then_some(config.world_size());
         let placement = DevicePlacement::new(DeviceRequest { device, backend, threads }, self.log())?;
         config.ulysses.backend = placement.backend();
-        Ok((config, placement))
+        Ok(Placed { config, placement })
     }
 
     fn join(
@@ -151,7 +118,7 @@ impl JobRanks {
     }
 
     /// Returns the hosts of all ranks, if they are known.
-    pub fn rank_hosts(&self) -> Option<&RankHosts> {
+    pub(super) fn rank_hosts(&self) -> Option<&RankHosts> {
         self.rank_hosts.as_ref()
     }
 
@@ -170,12 +137,12 @@ impl JobRanks {
     }
 
     /// Returns how many of `world_size` ranks run on this machine.
-    pub fn local_ranks(&self, world_size: usize) -> usize {
+    pub(super) fn local_ranks(&self, world_size: usize) -> usize {
         self.session.as_ref().map_or(world_size, |session| session.local_size())
     }
 
     /// Returns how many of `world_size` ranks are threads of this process.
-    pub fn ranks_in_process(&self, world_size: usize) -> usize {
+    pub(super) fn ranks_in_process(&self, world_size: usize) -> usize {
         if self.session.is_some() { 1 } else { world_size }
     }
 
@@ -188,23 +155,19 @@ impl JobRanks {
     /// Collective.
     ///
     /// # Errors
-    /// The failure of this process or of another. `is_usage`: whether settings caused it, as in [`JobError::is_usage`].
-    pub fn agree<T, E: From<JobError>>(
-        &mut self,
-        own: Result<T, E>,
-        is_usage: impl Fn(&E) -> bool,
-    ) -> Result<T, E> {
+    /// The failure of this process or of another.
+    pub(super) fn agree<T>(&mut self, own: Result<T, JobError>) -> Result<T, JobError> {
         let Some(session) = self.session.as_mut() else { return own };
         let failed: Vec<Option<bool>> =
-            session.all_gather_object(&own.as_ref().err().map(is_usage)).or_run()?;
+            session.all_gather_object(&own.as_ref().err().map(JobError::is_usage)).or_run()?;
         let Some(rank) = failed.iter().position(Option::is_some) else { return own };
         (self.log.mute)(rank != session.rank());
         own.and_then(|_| {
             let elsewhere = format!("rank {rank} cannot start");
-            Err(E::from(match failed[rank] {
+            Err(match failed[rank] {
                 Some(true) => JobError::usage(elsewhere),
                 _ => JobError::run(elsewhere),
-            }))
+            })
         })
     }
 
@@ -212,7 +175,7 @@ impl JobRanks {
     ///
     /// # Errors
     /// When the processes cannot communicate.
-    pub fn all(&mut self, own: bool) -> Result<bool, JobError> {
+    pub(super) fn all(&mut self, own: bool) -> Result<bool, JobError> {
         let Some(session) = self.session.as_mut() else { return Ok(own) };
         Ok(session.all_gather_object(&own).or_run()?.into_iter().all(|of_process| of_process))
     }
@@ -221,7 +184,7 @@ impl JobRanks {
     ///
     /// # Errors
     /// When the processes cannot communicate.
-    pub fn value_of_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, JobError> {
+    pub(super) fn value_of_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, JobError> {
         let Some(session) = self.session.as_mut() else { return Ok(own) };
         session.all_gather_object(&own).or_run()?.into_iter().next().ok_or("a job has a process").or_run()
     }
@@ -268,7 +231,9 @@ fn failure(error: LaunchError) -> JobError {
 }
 
 /// Returns an error and its causes.
-fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
+pub(super) fn causes<'a>(
+    error: &'a (dyn Error + 'static),
+) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
     std::iter::successors(Some(error), |cause| (*cause).source())
 }
 

@@ -30,7 +30,7 @@ fn config_in(dir: &Path, steps: u64) -> PathBuf {
 }
 
 fn error_of(file: &Path) -> JobError {
-    Job::from_config(file).and_then(Job::train).expect_err("the job must fail")
+    Job::from_config(file).and_then(|mut job| job.train()).expect_err("the job must fail")
 }
 
 /// Records the loss of each step.
@@ -49,7 +49,12 @@ fn a_config_file_trains_with_observers_on_the_ranks_that_want_them() {
     let mut job = Job::from_config(config_in(dir.path(), 4)).unwrap();
     let losses = Arc::new(Mutex::new(Vec::new()));
     let of_first = losses.clone();
-    job.observe(move |trainer| Ok((trainer.group().rank() == 0).then(|| Losses(of_first.clone()))));
+    job.observe(move |_, trainer| {
+        if trainer.group().rank() == 0 {
+            trainer.observe(Losses(of_first.clone()));
+        }
+        Ok(())
+    });
     let report = job.train().unwrap();
     let losses = losses.lock().unwrap();
     assert_eq!((report.train.steps, report.summary.ranks.len(), losses.len()), (4, 2, 4));
@@ -82,7 +87,8 @@ fn a_job_locks_its_output_directory_and_writes_event_files_there() {
 fn flags_override_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let overrides = Overrides { mesh: Some(MeshShape::dp_sp(1, 2)), steps: Some(1), ..Overrides::default() };
-    let job = Job::new(&config_in(dir.path(), 4), JobOptions::default(), overrides).unwrap();
+    let options = JobOptions { overrides, ..JobOptions::default() };
+    let mut job = Job::new(&config_in(dir.path(), 4), options).unwrap();
     assert_eq!(job.prepared().config.mesh.sp_size, 2);
     assert_eq!(job.train().unwrap().train.steps, 1);
 }
@@ -148,10 +154,8 @@ fn all_processes_fail_with_the_first_failed_one_which_reports() {
         let mut ranks = JobRanks::default();
         ranks.log = JobLog { mute: |is_muted| IS_MUTED.set(Some(is_muted)), ..JobLog::default() };
         ranks.session = Some(Box::new(ThreadSession(rank)));
-        assert!(
-            ranks.agree(Ok::<_, JobError>("all"), JobError::is_usage).is_ok() && IS_MUTED.get().is_none()
-        );
-        let error = ranks.agree(own, JobError::is_usage).expect_err("rank 1 fails");
+        assert!(ranks.agree(Ok("all")).is_ok() && IS_MUTED.get().is_none());
+        let error = ranks.agree(own).expect_err("rank 1 fails");
         Ok::<_, JobError>((IS_MUTED.get(), error.is_usage(), error.to_string()))
     });
     let expected = [

@@ -1,50 +1,32 @@
-//! Messages of a rank: the expected duration of a long first step, and the cause of an out-of-memory error.
+//! The explanation of an out-of-memory error: where it happened, what is stored, and what needs less memory.
 
-use crate::output::log_line;
-use ulysses::config::{Config, Offload, PartitionAxes, ZeroStage};
-use ulysses::engine::Engine;
-use ulysses::estimate::RankStep;
-use ulysses::memory::ByCategory;
-use ulysses::mesh::DeviceMesh;
-use ulysses::model::ModelConfig;
-use ulysses::monitor::{format_bytes as bytes, format_flops as flops};
+use super::ranks::causes;
+use crate::config::{Config, Offload, PartitionAxes, ZeroStage};
+use crate::engine::{Engine, EngineError};
+use crate::kernels::memory::ByCategory;
+use crate::monitor::format_bytes as bytes;
+use crate::trainer::TrainerError;
 
-/// Minimum duration of a first step that is announced.
-const LONG_SECONDS: f64 = 10.0;
-
-/// Typical FLOP rate of training as a share of the GEMM rate.
-const TYPICAL_SHARE: f64 = 0.5;
-
-/// Logs the expected duration of the first step if it is long. `peak` is the GEMM rate of all ranks.
-pub(super) fn log_first_step(
-    config: &Config,
-    model: &ModelConfig,
-    mesh: &DeviceMesh,
-    seq_len: usize,
-    peak: f64,
-) {
-    let config = config.clone().with_seq_len(seq_len);
-    // Rank 0 is representative: ranks differ by few tokens or heads.
-    let Ok(step) = RankStep::of(&config, model, mesh, 0) else { return };
-    let work = mesh.world_size() as f64 * step.flops.values().sum::<f64>();
-    first_step(work, peak).into_iter().for_each(log_line);
-}
-
-/// Adds to an out-of-memory error: the part of the step, the stored state, the planned peak, and what needs less memory.
-pub(super) fn explain_out_of_memory(
-    error: anyhow::Error,
+/// Adds to an out-of-memory error: the part of the step, the stored state, the clause of the planned peak, and what needs
+/// less memory.
+pub(super) fn explain(
+    error: TrainerError,
     config: &Config,
     engine: Option<&Engine>,
     planned: Option<String>,
-) -> anyhow::Error {
-    if !is_out_of_memory(&error) {
-        return error;
-    }
+) -> TrainerError {
+    let source = match error {
+        TrainerError::Engine(source) if is_out_of_memory(&source) => source,
+        error => return error,
+    };
     let part = engine.and_then(Engine::part);
     let part = part.map_or_else(|| "before the first step".to_owned(), |part| format!("during {part}"));
     let state = engine.map_or_else(String::new, |engine| stored_state(engine.state_by_category()));
     let (planned, less) = (planned.unwrap_or_default(), less_memory(config));
-    error.context(format!("out of memory {part}{state}{planned}; to reduce memory: {less}"))
+    TrainerError::OutOfMemory {
+        circumstances: format!("{part}{state}{planned}; to reduce memory: {less}"),
+        source,
+    }
 }
 
 fn stored_state(state: ByCategory) -> String {
@@ -78,30 +60,11 @@ fn less_memory(config: &Config) -> String {
     applicable.take(3).collect::<Vec<_>>().join(", ")
 }
 
-fn first_step(work: f64, peak: f64) -> Option<String> {
-    let seconds = work / (TYPICAL_SHARE * peak);
-    (seconds > LONG_SECONDS).then(|| {
-        format!(
-            "estimated time of the first step: {} ({} at half of the measured GEMM rate of all ranks, which is {}/s)",
-            duration(seconds),
-            flops(work),
-            flops(peak)
-        )
-    })
-}
-
-fn duration(seconds: f64) -> String {
-    const UNITS: [(&str, f64); 4] = [("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("s", 1.0)];
-    // At least two of the unit, so that a whole number is precise enough.
-    let (unit, size) = UNITS.into_iter().find(|(_, size)| seconds >= 2.0 * size).unwrap_or(UNITS[3]);
-    format!("{:.0} {unit}", seconds / size)
-}
-
 /// Recognizes out-of-memory errors by the wording of drivers and system.
-fn is_out_of_memory(error: &anyhow::Error) -> bool {
+fn is_out_of_memory(error: &EngineError) -> bool {
     const SIGNS: [&str; 4] =
         ["out of memory", "out of gpu memory", "out_of_memory", "cannot allocate memory"];
-    error.chain().any(|cause| {
+    causes(error).any(|cause| {
         let cause = cause.to_string().to_lowercase();
         SIGNS.iter().any(|sign| cause.contains(sign))
     })
@@ -110,13 +73,10 @@ fn is_out_of_memory(error: &anyhow::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::with_causes;
 
-    #[test]
-    fn a_long_first_step_is_announced() {
-        assert_eq!(first_step(4e9, 1e9), None);
-        let expected = "estimated time of the first step: 20 s (10.00 GFLOP at half of the measured GEMM rate of all ranks, which is 1.00 GFLOP/s)";
-        assert_eq!(first_step(10e9, 1e9).as_deref(), Some(expected));
-        assert_eq!([119.0, 7200.0, 1e6].map(duration), ["119 s", "2 hours", "12 days"]);
+    fn engine_error(message: &str) -> EngineError {
+        candle_core::Error::Msg(message.to_owned()).context("step 3").into()
     }
 
     #[test]
@@ -148,16 +108,15 @@ mod tests {
         assert_eq!(over_sp(0, r#"["dp"]"#), with_stage);
         let stage_3 = format!("`zero_optimization.stage`: 3, {offload}, more sp ranks (`--mesh`)");
         assert_eq!(over_sp(2, r#"["dp", "sp"]"#), stage_3);
-        let error = || anyhow::anyhow!("out of GPU memory: requested 1.00 GiB");
-        let explained = format!("{:#}", explain_out_of_memory(error(), &plain, None, None));
-        assert!(
-            explained.starts_with("out of memory before the first step; to reduce memory: "),
-            "{explained}"
-        );
-        assert!(explained.ends_with(": out of GPU memory: requested 1.00 GiB"), "{explained}");
-        let planned = "; planned peak: 3.00 GiB per rank".to_owned();
-        let explained = format!("{:#}", explain_out_of_memory(error(), &plain, None, Some(planned)));
-        assert!(explained.contains("; planned peak: 3.00 GiB per rank; to"), "{explained}");
+        let explained = |planned: Option<&str>| {
+            let error = engine_error("out of GPU memory: requested 1.00 GiB").into();
+            with_causes(&explain(error, &plain, None, planned.map(str::to_owned)))
+        };
+        let alone = explained(None);
+        assert!(alone.starts_with("out of memory before the first step; to reduce memory: "), "{alone}");
+        assert!(alone.ends_with(": out of GPU memory: requested 1.00 GiB"), "{alone}");
+        let planned = explained(Some("; planned peak: 3.00 GiB per rank"));
+        assert!(planned.contains("; planned peak: 3.00 GiB per rank; to"), "{planned}");
     }
 
     #[test]
@@ -167,8 +126,7 @@ mod tests {
             ("Cannot allocate memory (os error 12)", true),
             ("rank 1 left", false),
         ] {
-            let error = anyhow::anyhow!(message).context("step 3");
-            assert_eq!(is_out_of_memory(&error), is_memory, "{message}");
+            assert_eq!(is_out_of_memory(&engine_error(message)), is_memory, "{message}");
         }
     }
 }

@@ -1,21 +1,17 @@
 //! The collectives of a rank, planned and measured: calls, bytes, and bytes within its node and between nodes.
 
+use super::prepared::PreparedJob;
+use crate::comm::TrainingGroups;
+use crate::estimate::{PlannedCalls, RankStep};
+use crate::mesh::RankHosts;
+use crate::monitor::{PlannedVolume, RankComms, RankSummary, Volume};
+use crate::trainer::Trainer;
 use std::collections::BTreeMap;
-use ulysses::comm::TrainingGroups;
-use ulysses::engine::{Engine, Passes};
-use ulysses::estimate::{PlannedCalls, RankStep};
-use ulysses::mesh::RankHosts;
-use ulysses::monitor::{PlannedVolume, RankComms, RankSummary, Volume};
-use ulysses::trainer::job::PreparedJob;
 
-/// Returns this rank's collectives, measured and planned over the same steps and evaluations.
-pub(super) fn measure(
-    job: &PreparedJob,
-    engine: &Engine,
-    summary: &RankSummary,
-    passes: &[Passes],
-) -> RankComms {
+/// Returns a rank's collectives, measured and planned over the same steps and evaluations.
+pub(super) fn measure(job: &PreparedJob, trainer: &Trainer<'_>, summary: &RankSummary) -> RankComms {
     let PreparedJob { config, mesh, model, .. } = job;
+    let (engine, passes) = (trainer.engine(), trainer.data().passes());
     let (model, rank) = (&model.config, summary.rank);
     let sent = summary.groups.iter().flat_map(|(axis, stats)| {
         stats.ops.iter().map(|(op, counted)| (axis.clone(), *op, counted.bytes_sent))
