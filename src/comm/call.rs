@@ -1,6 +1,7 @@
 //! The one description of a collective call: its tensors, and its signature, which is the call without its data. Ranks
 //! compare signatures before data moves, the flight recorder stores them, errors print them, and processes send them.
 
+use super::membership::SplitPlace;
 use super::{CollectiveOp, CommError, ReduceOp, StridedPlan};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -161,6 +162,14 @@ impl CallSignature {
             Self::Recv { .. } => CollectiveOp::Recv,
             Self::Barrier => CollectiveOp::Barrier,
             Self::Split { .. } => CollectiveOp::Split,
+        }
+    }
+
+    /// The place that a split asks for; no color in another call.
+    pub(super) fn split_place(&self) -> SplitPlace {
+        match *self {
+            Self::Split { color, key, .. } => SplitPlace { color, key },
+            _ => SplitPlace { color: None, key: 0 },
         }
     }
 }

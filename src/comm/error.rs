@@ -216,6 +216,16 @@ pub enum CommError {
     Tensor(String),
 }
 
+impl CommError {
+    /// Returns the error as other ranks report it: they need to know whose tensor it was.
+    pub(super) fn on_rank(self, rank: usize) -> Self {
+        match self {
+            Self::Tensor(reason) => Self::PeerFailed { rank, reason },
+            named => named,
+        }
+    }
+}
+
 impl From<candle_core::Error> for CommError {
     fn from(error: candle_core::Error) -> Self {
         CommError::Tensor(error.to_string())

@@ -8,8 +8,11 @@ mod mesh_groups;
 pub use mesh_groups::{ENDS, FakeMeshGroups};
 
 use super::arg_check::ArgCheck;
+use super::stats::TrafficCounter;
 use super::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
-use super::{Call, CallSignature, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, Traffic};
+use super::{
+    Call, CallSignature, CollectiveOp, CommError, GroupStats, Membership, Pending, ProcessGroup, Traffic,
+};
 use candle_core::{DType, Tensor};
 use parking_lot::Mutex;
 use std::fmt;
@@ -22,11 +25,8 @@ use ulysses_kernels::tensor::zeros;
 /// As with other backends, an operation holds its tensors until `wait`. `split` fails, since the colors of the
 /// simulated ranks are unknown: create the group of each axis directly.
 pub struct FakeGroup {
-    name: String,
-    rank: usize,
-    global_ranks: Vec<usize>,
-    stats: Mutex<GroupStats>,
-    sent_to: Mutex<Vec<u64>>,
+    membership: Membership,
+    traffic: Mutex<TrafficCounter>,
     observer: Option<Arc<FakeObserver>>,
 }
 
@@ -60,8 +60,8 @@ pub struct FakeTransfer<'a> {
 impl fmt::Debug for FakeGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FakeGroup")
-            .field("name", &self.name)
-            .field("rank", &self.rank)
+            .field("name", &self.name())
+            .field("rank", &self.rank())
             .finish_non_exhaustive()
     }
 }
@@ -72,8 +72,8 @@ impl FakeGroup {
     /// # Errors
     /// [`CommError::InvalidArgument`] if `rank` is not below the number of ranks.
     pub fn new(name: impl Into<String>, global_ranks: Vec<usize>, rank: usize) -> Result<Self, CommError> {
-        let (stats, sent_to) = (Mutex::default(), Mutex::new(vec![0; global_ranks.len()]));
-        let group = Self { name: name.into(), rank, global_ranks, stats, sent_to, observer: None };
+        let traffic = Mutex::new(TrafficCounter::new(global_ranks.len()));
+        let group = Self { membership: Membership::new(name, global_ranks, rank), traffic, observer: None };
         ArgCheck::new(&group, CollectiveOp::Split).rank("own", rank)?;
         Ok(group)
     }
@@ -93,26 +93,28 @@ impl FakeGroup {
         buffers: Vec<Tensor>,
         scratch: usize,
     ) -> Pending {
+        let Membership { group, rank } = &self.membership;
         let (op, ranks) = (call.op(), self.world_size());
         let Some(first) = buffers.first().filter(|_| ranks > 1) else { return Pending::ready() };
         let (dtype, device) = (first.dtype(), first.device().clone());
-        let traffic = Traffic::new(call, self.rank, ranks);
+        let traffic = Traffic::new(call, *rank, ranks);
         let sequence = {
-            let mut stats = self.stats.lock();
-            let sequence = stats.total().calls;
-            stats.add(op, traffic.stats(dtype));
+            let mut counter = self.traffic.lock();
+            let sequence = counter.stats().total().calls;
+            counter.call(op);
+            let bytes = dtype.size_in_bytes() as u64;
+            traffic.sent.iter().enumerate().for_each(|(to, sent)| counter.sent(op, to, sent * bytes));
+            counter.received(op, traffic.stats(dtype).bytes_received);
             sequence
         };
-        let bytes = dtype.size_in_bytes() as u64;
-        self.sent_to.lock().iter_mut().zip(&traffic.sent).for_each(|(sum, sent)| *sum += sent * bytes);
         let Some(observer) = self.observer.clone() else { return Pending::ready() };
         let started = FakeTransfer { input_elems, traffic: &traffic };
-        observer(FakeCollective { group: &self.name, op, dtype, sequence, started: Some(started) });
-        let group = self.name.clone();
+        observer(FakeCollective { group: &group.name, op, dtype, sequence, started: Some(started) });
+        let group = group.clone();
         let complete = move || {
             drop(zeros(scratch, dtype, &device)?);
             drop(buffers);
-            observer(FakeCollective { group: &group, op, dtype, sequence, started: None });
+            observer(FakeCollective { group: &group.name, op, dtype, sequence, started: None });
             Ok(())
         };
         Pending::new(|| true, complete, |_| {})
@@ -120,16 +122,8 @@ impl FakeGroup {
 }
 
 impl ProcessGroup for FakeGroup {
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        &self.global_ranks
+    fn membership(&self) -> &Membership {
+        &self.membership
     }
 
     fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
@@ -141,7 +135,7 @@ impl ProcessGroup for FakeGroup {
             }
             _ => call.check(self)?,
         }
-        let (rank, ranks) = (self.rank, self.world_size());
+        let (rank, ranks) = (self.rank(), self.world_size());
         let mut input_elems = inputs.iter().map(Tensor::elem_count).sum();
         // Elements that are reduced into a buffer by threads, and received or packed by ranks without access to their peers.
         let (mut reduced, mut staged) = (0, Vec::new());
@@ -157,9 +151,9 @@ impl ProcessGroup for FakeGroup {
                 staged = vec![input_elems];
             }
             CallSignature::AllToAllStrided { plan, .. } => {
-                let (send_counts, recv_counts) = plan.counts();
-                input_elems = send_counts.iter().sum();
-                staged = vec![input_elems, recv_counts.iter().sum()];
+                let counts = plan.counts();
+                input_elems = counts.send.iter().sum();
+                staged = vec![input_elems, counts.recv.iter().sum()];
             }
             _ => {}
         }
@@ -184,11 +178,11 @@ impl ProcessGroup for FakeGroup {
     }
 
     fn stats(&self) -> GroupStats {
-        self.stats.lock().clone()
+        self.traffic.lock().stats()
     }
 
     fn sent_to(&self) -> Vec<u64> {
-        self.sent_to.lock().clone()
+        self.traffic.lock().sent_to()
     }
 
     fn abort(&self, _reason: &str) {}

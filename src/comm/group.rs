@@ -1,6 +1,8 @@
 //! The [`ProcessGroup`] trait, which every backend implements.
 
-use super::{Call, CallSignature, CommError, Elements, GroupStats, Pending, ReduceOp, StridedPlan};
+use super::{
+    Call, CallSignature, CommError, Elements, GroupStats, Membership, Pending, ReduceOp, StridedPlan,
+};
 use candle_core::{Device, Tensor};
 use std::slice::from_ref;
 use std::sync::Arc;
@@ -36,18 +38,27 @@ use std::sync::Arc;
 /// - Reductions add in rank order 0, 1, 2 …, so results are bit-identical on all
 ///   ranks and from run to run. (NCCL uses its own order: see [`ReduceOp`].)
 pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
+    /// Name and members of the group, and this rank's index among them.
+    fn membership(&self) -> &Membership;
+
     /// Group name used in messages and statistics, for example `"sp"`.
-    fn name(&self) -> &str;
+    fn name(&self) -> &str {
+        &self.membership().group.name
+    }
 
     /// This rank's index within the group.
-    fn rank(&self) -> usize;
+    fn rank(&self) -> usize {
+        self.membership().rank
+    }
 
     /// Global ranks of the members, in group order.
-    fn global_ranks(&self) -> &[usize];
+    fn global_ranks(&self) -> &[usize] {
+        &self.membership().group.members
+    }
 
     /// Number of members.
     fn world_size(&self) -> usize {
-        self.global_ranks().len()
+        self.membership().world_size()
     }
 
     /// The device for collectives on plain values, such as

@@ -6,7 +6,7 @@
 //!    [`ProcessGroupExt`] (`ext.rs`): the blocking and typed methods that callers use.
 //! 2. [`Call`] (`call.rs`): a call with its tensors, and its [`CallSignature`], which is compared, recorded, printed and
 //!    sent. `arg_check.rs`: argument checks.
-//! 3. [`Pending`]: an operation in progress. [`StridedPlan`]: the integers of a
+//! 3. [`Pending`]: an operation in progress; `progress_engine.rs`: all those of a rank. [`StridedPlan`]: the integers of a
 //!    strided all-to-all, the collective behind Ulysses.
 //! 4. [`thread`]: the backend whose ranks are threads of one process; [`launch`]
 //!    starts them.
@@ -43,6 +43,7 @@ mod ext;
 pub mod fake;
 mod group;
 mod launch;
+mod membership;
 mod mesh_groups;
 #[cfg(feature = "mpi")]
 pub mod mpi;
@@ -50,6 +51,7 @@ pub mod nccl;
 mod ordered_channel;
 mod pending;
 mod plan;
+mod progress_engine;
 pub mod reduce;
 mod session;
 mod stats;
@@ -74,9 +76,10 @@ pub(crate) use error::with_causes;
 pub use ext::ProcessGroupExt;
 pub use group::ProcessGroup;
 pub use launch::{LaunchError, LaunchOptions, RankContext};
+pub use membership::{GroupLabel, Membership};
 pub use mesh_groups::MeshGroups;
 pub use pending::Pending;
-pub use plan::{RecvBlock, StridedBlock, StridedPlan};
+pub use plan::{ElementCounts, RecvBlock, StridedBlock, StridedPlan};
 pub use reduce::ReduceOp;
 pub use session::{RankMain, Session, all_gather_object};
 pub use stats::{CollectiveOp, GroupStats, OpStats};

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use serde::{Serialize, de::DeserializeOwned};
 use std::error::Error;
 
-type BoxedError = Box<dyn Error + Send + Sync>;
+pub(super) type BoxedError = Box<dyn Error + Send + Sync>;
 
 /// The function of a rank, with the device of its tensors.
 pub type RankMain<'a> = &'a (dyn Fn(&RankContext, Device) -> Result<(), BoxedError> + Sync);
@@ -88,58 +88,4 @@ fn parse<T: DeserializeOwned>(all: &[Vec<u8>]) -> Result<Vec<T>, BoxedError> {
     parsed
         .map(|value| value.map_err(|error| format!("cannot parse the value of a rank: {error}").into()))
         .collect()
-}
-
-#[cfg(feature = "mpi")]
-impl Session for super::mpi::Session {
-    fn rank(&self) -> usize {
-        self.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.world_size()
-    }
-
-    fn local_size(&self) -> usize {
-        self.local_size()
-    }
-
-    fn uses_mpi(&self) -> bool {
-        true
-    }
-
-    fn run_rank(&mut self, options: &LaunchOptions, run: RankMain<'_>) -> Result<(), LaunchError> {
-        self.run(options, |rank| run(&rank, Device::Cpu))
-    }
-
-    fn all_gather_bytes(&mut self, own: &[u8]) -> Result<Vec<Vec<u8>>, BoxedError> {
-        Ok(self.run(&LaunchOptions::default(), |rank| rank.group.all_gather_varied(own))?)
-    }
-}
-
-#[cfg(feature = "nccl")]
-impl Session for super::nccl::Session {
-    fn rank(&self) -> usize {
-        self.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.world_size()
-    }
-
-    fn local_size(&self) -> usize {
-        self.local_size()
-    }
-
-    fn uses_mpi(&self) -> bool {
-        false
-    }
-
-    fn run_rank(&mut self, options: &LaunchOptions, run: RankMain<'_>) -> Result<(), LaunchError> {
-        self.run(options, |rank| run(&rank, rank.group.value_device()))
-    }
-
-    fn all_gather_bytes(&mut self, own: &[u8]) -> Result<Vec<Vec<u8>>, BoxedError> {
-        Ok(self.group().all_gather_varied(own)?)
-    }
 }

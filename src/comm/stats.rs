@@ -106,6 +106,47 @@ pub struct GroupStats {
     pub ops: BTreeMap<CollectiveOp, OpStats>,
 }
 
+/// Counts the traffic of one rank in one group. Groups of one rank count nothing.
+#[derive(Debug)]
+pub(super) struct TrafficCounter {
+    ops: [OpStats; CollectiveOp::ALL.len()],
+    sent_to: Vec<u64>,
+}
+
+impl TrafficCounter {
+    pub(super) fn new(ranks: usize) -> Self {
+        Self { ops: Default::default(), sent_to: vec![0; ranks] }
+    }
+
+    /// Counts a call.
+    pub(super) fn call(&mut self, op: CollectiveOp) {
+        if self.sent_to.len() > 1 {
+            self.ops[op as usize].calls += 1;
+        }
+    }
+
+    /// Counts bytes sent to another rank of the group.
+    pub(super) fn sent(&mut self, op: CollectiveOp, to: usize, bytes: u64) {
+        self.ops[op as usize].bytes_sent += bytes;
+        self.sent_to[to] += bytes;
+    }
+
+    /// Counts bytes received from other ranks.
+    pub(super) fn received(&mut self, op: CollectiveOp, bytes: u64) {
+        self.ops[op as usize].bytes_received += bytes;
+    }
+
+    pub(super) fn stats(&self) -> GroupStats {
+        let all = CollectiveOp::ALL.into_iter().zip(self.ops);
+        GroupStats { ops: all.filter(|(_, stats)| *stats != OpStats::default()).collect() }
+    }
+
+    /// Bytes sent to each rank of the group.
+    pub(super) fn sent_to(&self) -> Vec<u64> {
+        self.sent_to.clone()
+    }
+}
+
 impl AddAssign for OpStats {
     fn add_assign(&mut self, other: Self) {
         self.calls += other.calls;

@@ -2,6 +2,7 @@
 //! cannot access their peers' memory.
 
 use super::arg_check::ArgCheck;
+use super::plan::num_elems;
 use super::{Call, CommError, Pending, ProcessGroup, RecvBlock, StridedBlock, StridedPlan};
 use candle_core::Tensor;
 use std::collections::HashMap;
@@ -113,11 +114,11 @@ pub fn pack_exchange_unpack(
     call.check(group)?;
     let Some(first) = call.tensors().next() else { return Ok(Pending::ready()) };
     let (dtype, device) = (first.dtype(), first.device());
-    let (send_counts, recv_counts) = plan.counts();
-    let packed = zeros(send_counts.iter().sum::<usize>(), dtype, device)?;
-    let received = zeros(recv_counts.iter().sum::<usize>(), dtype, device)?;
+    let counts = plan.counts();
+    let packed = zeros(counts.send.iter().sum::<usize>(), dtype, device)?;
+    let received = zeros(counts.recv.iter().sum::<usize>(), dtype, device)?;
     copy_blocks(&inputs.iter().collect::<Vec<_>>(), &[&packed], &packing(plan))?;
-    let pending = group.start_all_to_all(&packed, &received, &send_counts, &recv_counts)?;
+    let pending = group.start_all_to_all(&packed, &received, &counts.send, &counts.recv)?;
     let (outputs, plan) = (outputs.to_vec(), plan.clone());
     Ok(pending
         .then(move || Ok(copy_blocks(&[&received], &outputs.iter().collect::<Vec<_>>(), &unpacking(&plan))?)))
@@ -128,7 +129,7 @@ fn packing(plan: &StridedPlan) -> Vec<BlockCopy> {
     let mut packed = 0;
     let copy = |block: &StridedBlock| {
         let to = block.packed_at(packed);
-        packed += block.batch * block.rows * block.run;
+        packed += num_elems(block);
         BlockCopy { from: block.clone(), to, accumulate: false }
     };
     plan.send.iter().flatten().map(copy).collect()
@@ -137,10 +138,10 @@ fn packing(plan: &StridedPlan) -> Vec<BlockCopy> {
 /// Copies of the packed buffer into the receive blocks.
 fn unpacking(plan: &StridedPlan) -> Vec<BlockCopy> {
     let mut unpacked = 0;
-    let copy = |RecvBlock { block, accumulate }: &RecvBlock| {
-        let from = block.packed_at(unpacked);
-        unpacked += block.batch * block.rows * block.run;
-        BlockCopy { from, to: block.clone(), accumulate: *accumulate }
+    let copy = |recv: &RecvBlock| {
+        let from = recv.block.packed_at(unpacked);
+        unpacked += num_elems(&recv.block);
+        recv.copy_from(from)
     };
     plan.recv.iter().flatten().map(copy).collect()
 }

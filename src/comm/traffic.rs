@@ -3,7 +3,7 @@
 //! Threads and MPI split their reductions by these rules and count what they move. The `fake` backend, which moves no
 //! data, and NCCL, whose paths are unknown, count by them.
 
-use super::{CallSignature, Elements, OpStats};
+use super::{CallSignature, ElementCounts, Elements, OpStats};
 use candle_core::DType;
 use std::ops::Range;
 
@@ -40,7 +40,7 @@ impl CallSignature {
 
     /// Returns the elements that `rank` of a group of `ranks` sends to and receives from every rank, itself included, in
     /// a checked call.
-    pub(super) fn counts(&self, rank: usize, ranks: usize) -> (Vec<usize>, Vec<usize>) {
+    pub(super) fn counts(&self, rank: usize, ranks: usize) -> ElementCounts {
         let if_true = |is_moved: bool, count: usize| if is_moved { count } else { 0 };
         let chunk = |rank, count| all_reduce_chunk(ranks, rank, count).len();
         let moved = |from: usize, to: usize| match self {
@@ -59,12 +59,12 @@ impl CallSignature {
             _ => 0,
         };
         match self {
-            Self::AllToAll { send, recv, .. } => (send.to_vec(), recv.to_vec()),
+            Self::AllToAll { send, recv, .. } => ElementCounts { send: send.to_vec(), recv: recv.to_vec() },
             Self::AllToAllStrided { plan, .. } => plan.counts(),
-            _ => {
-                let sent = (0..ranks).map(|peer| moved(rank, peer));
-                (sent.collect(), (0..ranks).map(|peer| moved(peer, rank)).collect())
-            }
+            _ => ElementCounts {
+                send: (0..ranks).map(|peer| moved(rank, peer)).collect(),
+                recv: (0..ranks).map(|peer| moved(peer, rank)).collect(),
+            },
         }
     }
 }
@@ -72,12 +72,12 @@ impl CallSignature {
 impl Traffic {
     /// Returns the traffic of `rank` of a group of `ranks` in a call, by the algorithms of threads and MPI.
     pub fn new(call: &CallSignature, rank: usize, ranks: usize) -> Self {
-        let (sent, received) = call.counts(rank, ranks);
+        let ElementCounts { send, recv } = call.counts(rank, ranks);
         let to_peers = |counts: Vec<usize>| {
             let of_peer = |(peer, count)| if peer == rank { 0 } else { count as u64 };
             counts.into_iter().enumerate().map(of_peer).collect()
         };
-        Self { sent: to_peers(sent), received: to_peers(received) }
+        Self { sent: to_peers(send), received: to_peers(recv) }
     }
 
     /// Returns one call with the bytes of this traffic.

@@ -1,6 +1,6 @@
 //! Process groups that wrap other groups: for timing, checking, recording, or faults in tests.
 
-use super::{Call, CommError, GroupStats, Pending, ProcessGroup};
+use super::{Call, CommError, GroupStats, Membership, Pending, ProcessGroup};
 use candle_core::Device;
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -52,16 +52,8 @@ pub trait GroupWrapper: Send + Sync + Debug {
 }
 
 impl<W: GroupWrapper> ProcessGroup for W {
-    fn name(&self) -> &str {
-        self.inner().name()
-    }
-
-    fn rank(&self) -> usize {
-        self.inner().rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.inner().global_ranks()
+    fn membership(&self) -> &Membership {
+        self.inner().membership()
     }
 
     fn value_device(&self) -> Device {

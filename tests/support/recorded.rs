@@ -40,7 +40,7 @@ impl Recorded {
         match call.signature() {
             CallSignature::AllToAllStrided { plan, .. } => {
                 // A rank that only receives has no inputs.
-                let elements = plan.counts().0.into_iter().sum();
+                let elements = plan.counts().send.into_iter().sum();
                 call.inputs().first().map_or(0, |first| bytes(elements, first))
             }
             _ => call.inputs().iter().map(|tensor| bytes(tensor.elem_count(), tensor)).sum(),

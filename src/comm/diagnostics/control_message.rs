@@ -1,6 +1,6 @@
 //! Messages that processes send to all other ranks outside of any operation, over any transport.
 
-use super::{EntryReport, Wait};
+use super::CallReport;
 use crate::comm::CommError;
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +11,7 @@ pub(in crate::comm) enum ControlMessage {
     Failed(CommError),
     /// The last calls of the rank and what it waits for now. A rank that times out sends it before it fails, and the other
     /// ranks answer with theirs.
-    CallReport { calls: Vec<EntryReport>, wait: Option<Wait> },
+    CallReport(CallReport),
     /// The rank issues no more operations. Its last message.
     Ended,
 }

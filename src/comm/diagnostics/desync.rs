@@ -1,6 +1,6 @@
 //! The desync check: compares the calls of all ranks of a group.
 
-use super::GroupLabel;
+use super::OpLabel;
 use crate::comm::{CallSignature, CollectiveOp, CommError, Elements, StridedBlock};
 
 /// A call of one rank that differs from the calls of the others.
@@ -13,16 +13,18 @@ pub(in crate::comm) struct Divergence {
 }
 
 impl Divergence {
-    /// Returns the error that all ranks of `group` report, for a divergence of ranks of the group.
-    pub(in crate::comm) fn error_in(self, group: &GroupLabel, sequence: u64) -> CommError {
-        let others = self.others.into_iter().map(|rank| group.members[rank]).collect();
-        Self { rank: group.members[self.rank], others, ..self }.into_error(&group.name, sequence)
+    /// Returns the error that all ranks report, for a divergence of ranks of the group in an operation.
+    pub(in crate::comm) fn error_in(self, label: &OpLabel) -> CommError {
+        let members = &label.group.members;
+        let others = self.others.into_iter().map(|rank| members[rank]).collect();
+        Self { rank: members[self.rank], others, ..self }.into_error(label)
     }
 
     /// As [`error_in`](Self::error_in), for a divergence of global ranks.
-    pub(super) fn into_error(self, group: &str, sequence: u64) -> CommError {
+    pub(super) fn into_error(self, label: &OpLabel) -> CommError {
         let Divergence { rank, called, others, others_called } = self;
-        CommError::Desync { group: group.to_owned(), sequence, rank, called, others, others_called }
+        let (group, sequence) = (label.group.name.clone(), label.sequence);
+        CommError::Desync { group, sequence, rank, called, others, others_called }
     }
 }
 

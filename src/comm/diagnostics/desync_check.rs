@@ -1,6 +1,6 @@
 //! The desync check for backends that do not compare calls themselves, such as NCCL.
 
-use super::{GroupLabel, compare};
+use super::{OpLabel, compare};
 use crate::comm::{
     Call, CallSignature, CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup,
     ProcessGroupExt,
@@ -19,7 +19,6 @@ pub(in crate::comm) struct DesyncCheck {
     inner: Arc<dyn ProcessGroup>,
     /// A second group of the same ranks, for the comparison.
     side: Arc<dyn ProcessGroup>,
-    label: Arc<GroupLabel>,
     sequence: AtomicU64,
     log: Arc<dyn CallLog>,
 }
@@ -27,7 +26,7 @@ pub(in crate::comm) struct DesyncCheck {
 /// A log of the calls of a rank, for hang reports.
 pub(in crate::comm) trait CallLog: Send + Sync + Debug {
     /// Records a call that is about to be compared.
-    fn called(&self, group: &Arc<GroupLabel>, sequence: u64, call: &CallSignature);
+    fn called(&self, label: OpLabel, call: &CallSignature);
 
     /// Records that all ranks have joined the last call, so earlier calls are complete.
     fn agreed(&self);
@@ -53,8 +52,7 @@ impl DesyncCheck {
     ) -> Result<Arc<dyn ProcessGroup>, CommError> {
         let name = format!("{} (calls)", inner.name());
         let Some(side) = inner.split(&name, Some(0), inner.rank())? else { return Ok(inner) };
-        let label = GroupLabel { name: inner.name().to_owned(), members: inner.global_ranks().to_vec() };
-        Ok(Arc::new(Self { inner, side, label: Arc::new(label), sequence: AtomicU64::new(0), log }))
+        Ok(Arc::new(Self { inner, side, sequence: AtomicU64::new(0), log }))
     }
 
     /// Returns `Ok` if all ranks have made a matching call.
@@ -63,7 +61,8 @@ impl DesyncCheck {
         if self.world_size() == 1 {
             return Ok(());
         }
-        self.log.called(&self.label, sequence, call);
+        let label = OpLabel { group: self.membership().group.clone(), op: call.op(), sequence };
+        self.log.called(label.clone(), call);
         let unreadable = |error: serde_json::Error| CommError::Tensor(format!("a rank's call: {error}"));
         let text = serde_json::to_vec(call).map_err(unreadable)?;
         let own = fingerprint(call, &text);
@@ -78,7 +77,7 @@ impl DesyncCheck {
                 .collect::<Result<Vec<CallSignature>, _>>();
             let calls = calls.map_err(unreadable)?;
             compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
-                let error = divergence.error_in(&self.label, sequence);
+                let error = divergence.error_in(&label);
                 self.inner.abort(&error.to_string());
                 error
             })?;
@@ -137,7 +136,7 @@ mod tests {
     struct Log(Mutex<Vec<String>>);
 
     impl CallLog for Log {
-        fn called(&self, group: &Arc<GroupLabel>, sequence: u64, call: &CallSignature) {
+        fn called(&self, OpLabel { group, sequence, .. }: OpLabel, call: &CallSignature) {
             self.0.lock().push(format!("#{sequence} of {} {:?}: {call}", group.name, group.members));
         }
 

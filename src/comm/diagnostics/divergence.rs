@@ -1,7 +1,9 @@
 //! The divergence of ranks: the first call that differs, from the last operations that each rank reported.
 
 use super::desync::Divergence;
-use super::flight_recorder::{EntryReport, GroupLabel};
+use super::flight_recorder::EntryReport;
+use super::op_label::OpLabel;
+use crate::comm::GroupLabel;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The last operations of each rank, by global rank.
@@ -15,13 +17,14 @@ pub(super) fn reporting_rank(missing: &[usize]) -> usize {
 /// Returns the members of a group that have not joined one of its collectives: they have not issued it, or an earlier
 /// operation blocks them, since a rank runs its operations in order. A rank without a report counts as missing.
 #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "in other backends every message has a sender"))]
-pub(super) fn not_arrived(calls: &Calls, group: &GroupLabel, sequence: u64) -> Vec<usize> {
+pub(super) fn not_arrived(calls: &Calls, label: &OpLabel) -> Vec<usize> {
+    let OpLabel { group, sequence, .. } = label;
     let has_come = |member: &&usize| {
         let mut is_kept = false;
-        for call in calls.get(member).into_iter().flatten().filter(|call| !call.op.is_message()) {
+        for call in calls.get(member).into_iter().flatten().filter(|call| !call.label.op.is_message()) {
             // Operations older than the recorded ones were issued.
-            if call.group == *group && call.sequence >= sequence {
-                return call.sequence > sequence || !call.is_in_progress || !is_kept;
+            if call.label.group == *group && call.label.sequence >= *sequence {
+                return call.label.sequence > *sequence || !call.is_in_progress || !is_kept;
             }
             is_kept |= call.is_in_progress;
         }
@@ -33,12 +36,13 @@ pub(super) fn not_arrived(calls: &Calls, group: &GroupLabel, sequence: u64) -> V
 /// Returns the first rank whose operation at a sequence number differs from that of most ranks. Arguments are ignored,
 /// since they may legitimately differ between ranks.
 #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "other backends compare lengths or calls"))]
-pub(super) fn mismatched_op(calls: &Calls, group: &GroupLabel, sequence: u64) -> Option<Divergence> {
-    let at_sequence = |call: &&EntryReport| call.is_collective_of(group) && call.sequence == sequence;
+pub(super) fn mismatched_op(calls: &Calls, label: &OpLabel) -> Option<Divergence> {
+    let OpLabel { group, sequence, .. } = label;
+    let at_sequence = |call: &&EntryReport| call.is_collective_of(group) && call.label.sequence == *sequence;
     let at_sequence: Vec<(usize, &EntryReport)> =
         calls.iter().filter_map(|(rank, calls)| Some((*rank, calls.iter().find(at_sequence)?))).collect();
     let alike = |(_, call): &(usize, &EntryReport)| {
-        let same = at_sequence.iter().filter(|(_, other)| other.op == call.op);
+        let same = at_sequence.iter().filter(|(_, other)| other.label.op == call.label.op);
         same.map(|(rank, _)| *rank).collect::<Vec<_>>()
     };
     // The largest set; ties go to the lowest rank.
@@ -53,8 +57,8 @@ pub(super) fn mismatched_op(calls: &Calls, group: &GroupLabel, sequence: u64) ->
 /// Describes, for every group, the first collective that not all members issued, or not with the
 /// same call. For ranks that did not issue it, adds their last call.
 pub(super) fn divergence(calls: &Calls) -> String {
-    let collectives = calls.values().flatten().filter(|call| !call.op.is_message());
-    let groups: BTreeSet<&GroupLabel> = collectives.map(|call| &call.group).collect();
+    let collectives = calls.values().flatten().filter(|call| !call.label.op.is_message());
+    let groups: BTreeSet<&GroupLabel> = collectives.map(|call| &*call.label.group).collect();
     let found: String = groups.into_iter().filter_map(|group| divergence_in(group, calls)).collect();
     if found.is_empty() { "\n  none among the recorded calls".to_owned() } else { found }
 }
@@ -62,7 +66,7 @@ pub(super) fn divergence(calls: &Calls) -> String {
 fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
     let of_group = |calls: &'_ [EntryReport]| -> BTreeMap<u64, usize> {
         let own = calls.iter().enumerate().filter(|(_, call)| call.is_collective_of(group));
-        own.map(|(index, call)| (call.sequence, index)).collect()
+        own.map(|(index, call)| (call.label.sequence, index)).collect()
     };
     let members: Vec<(usize, BTreeMap<u64, usize>, &[EntryReport])> = calls
         .iter()

@@ -1,61 +1,63 @@
 //! The flight recorder: the last operations of a rank, for hang reports.
 
-use crate::comm::{CallSignature, CollectiveOp};
+use super::{OpLabel, Wait};
+use crate::comm::{CallSignature, CollectiveOp, GroupLabel};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::Arc;
 
 /// Number of recorded operations.
 const CAPACITY: usize = 64;
-
-/// A group: its name, which is not unique, and its global ranks.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(in crate::comm) struct GroupLabel {
-    pub(in crate::comm) name: String,
-    pub(in crate::comm) members: Vec<usize>,
-}
 
 /// A ring buffer of the operations that a rank issued last. It allocates its memory once.
 #[derive(Debug)]
 pub(in crate::comm) struct FlightRecorder {
     entries: VecDeque<Entry>,
+    /// Number of operations recorded so far.
+    issued: u64,
 }
 
 /// A recorded operation.
 #[derive(Debug)]
 pub(in crate::comm) struct Entry {
     pub(in crate::comm) id: u64,
-    pub(in crate::comm) group: Arc<GroupLabel>,
-    /// Sequence number within the group or, for a message, within the pair of ranks.
-    pub(in crate::comm) sequence: u64,
-    pub(in crate::comm) call: CallSignature,
+    pub(in crate::comm) label: OpLabel,
+    call: CallSignature,
     pub(in crate::comm) is_complete: bool,
 }
 
 /// A recorded operation as it is sent to other ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::comm) struct EntryReport {
-    pub(super) group: GroupLabel,
-    pub(super) sequence: u64,
-    pub(super) op: CollectiveOp,
+    pub(super) label: OpLabel,
     /// The call as text.
     pub(super) call: String,
     pub(super) is_in_progress: bool,
 }
 
+/// The last operations of a rank, oldest first, and what it waits for.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::comm) struct CallReport {
+    pub(in crate::comm) calls: Vec<EntryReport>,
+    pub(in crate::comm) wait: Option<Wait>,
+}
+
 impl Default for FlightRecorder {
     fn default() -> Self {
-        Self { entries: VecDeque::with_capacity(CAPACITY) }
+        Self { entries: VecDeque::with_capacity(CAPACITY), issued: 0 }
     }
 }
 
 impl FlightRecorder {
-    pub(in crate::comm) fn record(&mut self, entry: Entry) {
+    /// Records an operation that is issued. Returns its number.
+    pub(in crate::comm) fn record(&mut self, label: OpLabel, call: CallSignature) -> u64 {
         if self.entries.len() == CAPACITY {
             self.entries.pop_front();
         }
-        self.entries.push_back(entry);
+        let id = self.issued;
+        self.issued += 1;
+        self.entries.push_back(Entry { id, label, call, is_complete: false });
+        id
     }
 
     /// Marks an operation as complete, if it is still recorded.
@@ -77,7 +79,7 @@ impl FlightRecorder {
         &self,
         is_in_progress: impl Fn(&Entry) -> bool,
     ) -> Option<&Entry> {
-        self.entries.iter().find(|entry| !entry.call.op().is_message() && is_in_progress(entry))
+        self.entries.iter().find(|entry| !entry.label.op.is_message() && is_in_progress(entry))
     }
 
     /// Returns the recorded operations, oldest first.
@@ -88,9 +90,7 @@ impl FlightRecorder {
     /// As [`report`](Self::report), but `is_in_progress` decides which operations are not complete.
     pub(in crate::comm) fn report_by(&self, is_in_progress: impl Fn(&Entry) -> bool) -> Vec<EntryReport> {
         let report = |entry: &Entry| EntryReport {
-            group: (*entry.group).clone(),
-            sequence: entry.sequence,
-            op: entry.call.op(),
+            label: entry.label.clone(),
             call: entry.call.to_string(),
             is_in_progress: is_in_progress(entry),
         };
@@ -101,13 +101,13 @@ impl FlightRecorder {
 impl EntryReport {
     /// Returns whether this is a collective of `group`.
     pub(super) fn is_collective_of(&self, group: &GroupLabel) -> bool {
-        !self.op.is_message() && self.group == *group
+        !self.label.op.is_message() && *self.label.group == *group
     }
 
     /// Returns the part of the call that must be equal on all ranks; for all-to-alls and splits, only the operation.
     pub(super) fn comparable(&self) -> &str {
-        match self.op {
-            CollectiveOp::AllToAll | CollectiveOp::Split => self.op.name(),
+        match self.label.op {
+            CollectiveOp::AllToAll | CollectiveOp::Split => self.label.op.name(),
             _ => &self.call,
         }
     }
@@ -116,7 +116,7 @@ impl EntryReport {
 impl fmt::Display for EntryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = if self.is_in_progress { "in progress" } else { "complete" };
-        write!(f, "#{} of \"{}\": {}, {state}", self.sequence, self.group.name, self.call)
+        write!(f, "#{} of \"{}\": {}, {state}", self.label.sequence, self.label.group.name, self.call)
     }
 }
 

@@ -3,21 +3,18 @@
 //! wait at its end.
 
 use super::divergence::{Calls, divergence, mismatched_op, not_arrived, reporting_rank};
-use super::flight_recorder::{EntryReport, GroupLabel, lines};
-use crate::comm::{CollectiveOp, CommError};
+use super::flight_recorder::{CallReport, lines};
+use super::op_label::OpLabel;
+use crate::comm::CommError;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// An operation that a rank waits for. An operation in progress while the rank computes is not a wait.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::comm) struct Wait {
-    pub(in crate::comm) group: Arc<GroupLabel>,
-    pub(in crate::comm) op: CollectiveOp,
-    /// Sequence number within the group or, for a message, within the pair of ranks.
-    pub(in crate::comm) sequence: u64,
+    pub(in crate::comm) label: OpLabel,
     /// The global ranks that have not joined yet.
     pub(in crate::comm) missing: Vec<usize>,
 }
@@ -25,21 +22,22 @@ pub(in crate::comm) struct Wait {
 impl Wait {
     /// Returns the error for a wait that timed out.
     pub(in crate::comm) fn timed_out(self, waited: Duration) -> CommError {
-        let Self { group, op, sequence, missing } = self;
+        let Self { label: OpLabel { group, op, sequence }, missing } = self;
         let waited_ms = waited.as_millis() as u64;
         CommError::Timeout { group: group.name.clone(), op, sequence, waited_ms, missing }
     }
 
     /// Returns the error for a wait that can never end, because `rank` has returned.
     pub(in crate::comm) fn left_by(self, rank: usize) -> CommError {
-        let Self { group, op, sequence, .. } = self;
+        let OpLabel { group, op, sequence } = self.label;
         CommError::PeerLeft { group: group.name.clone(), op, sequence, rank }
     }
 }
 
 impl fmt::Display for Wait {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "waits in {} #{} of \"{}\" for ", self.op, self.sequence, self.group.name)?;
+        let OpLabel { group, op, sequence } = &self.label;
+        write!(f, "waits in {op} #{sequence} of \"{}\" for ", group.name)?;
         match &self.missing[..] {
             [] => f.write_str("its completion: all ranks have joined"),
             missing => write!(f, "rank(s) {missing:?}"),
@@ -56,7 +54,8 @@ pub(in crate::comm) struct HangReport {
 
 impl HangReport {
     /// Stores the report of a rank, replacing an earlier one.
-    pub(in crate::comm) fn note(&mut self, rank: usize, calls: Vec<EntryReport>, wait: Option<Wait>) {
+    pub(in crate::comm) fn note(&mut self, rank: usize, report: CallReport) {
+        let CallReport { calls, wait } = report;
         self.calls.insert(rank, calls);
         match wait {
             Some(wait) => self.waits.insert(rank, wait),
@@ -126,7 +125,7 @@ impl HangReport {
     /// Infers for whom each rank waits.
     pub(in crate::comm) fn infer_missing(&mut self) {
         for wait in self.waits.values_mut() {
-            wait.missing = not_arrived(&self.calls, &wait.group, wait.sequence);
+            wait.missing = not_arrived(&self.calls, &wait.label);
         }
     }
 
@@ -134,10 +133,7 @@ impl HangReport {
     /// call. Call [`infer_missing`](Self::infer_missing) first.
     pub(in crate::comm) fn failure(&self, rank: usize, waited: Duration) -> Option<CommError> {
         let own = self.waits.get(&rank)?;
-        let desync = |wait: &Wait| {
-            let divergence = mismatched_op(&self.calls, &wait.group, wait.sequence)?;
-            Some(divergence.into_error(&wait.group.name, wait.sequence))
-        };
+        let desync = |wait: &Wait| Some(mismatched_op(&self.calls, &wait.label)?.into_error(&wait.label));
         let of_all = std::iter::once(own).chain(self.waits.values());
         // If all ranks have joined this wait, a mismatched operation is the only possible cause.
         let desync = of_all.filter(|wait| wait.missing.is_empty()).find_map(desync);
@@ -151,19 +147,24 @@ fn line(rank: usize, wait: &Wait) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::label;
     use super::*;
+    use crate::comm::CollectiveOp;
 
     /// The root blocker of `wait`, given the reported waits of other ranks.
     fn root(wait: Wait, waits: &[(usize, Wait)]) -> Wait {
         let mut report = HangReport::default();
-        waits.iter().for_each(|(rank, wait)| report.note(*rank, Vec::new(), Some(wait.clone())));
+        waits.iter().for_each(|(rank, wait)| {
+            report.note(*rank, CallReport { calls: Vec::new(), wait: Some(wait.clone()) })
+        });
         report.root_blocker(wait)
     }
 
     /// A wait in an all_reduce of a group of all ranks.
     fn wait(group: &str, sequence: u64, missing: &[usize]) -> Wait {
-        let group = Arc::new(GroupLabel { name: group.into(), members: vec![0, 1, 2, 3, 4, 5] });
-        Wait { group, op: CollectiveOp::AllReduce, sequence, missing: missing.to_vec() }
+        let label =
+            OpLabel { group: label(group, &[0, 1, 2, 3, 4, 5]), op: CollectiveOp::AllReduce, sequence };
+        Wait { label, missing: missing.to_vec() }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::divergence::{Calls, divergence, mismatched_op, not_arrived, reporting_rank};
 use super::*;
-use crate::comm::{CallSignature, Elements, ReduceOp};
+use crate::comm::{CallSignature, CollectiveOp, Elements, GroupLabel, ReduceOp};
 use candle_core::DType;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,10 +32,16 @@ pub(in crate::comm) fn call(text: &str) -> CallSignature {
 
 pub(in crate::comm) fn issued(calls: &[(Arc<GroupLabel>, u64, &str)]) -> FlightRecorder {
     let mut recorder = FlightRecorder::default();
-    for (id, (group, sequence, text)) in (0..).zip(calls.iter().cloned()) {
-        recorder.record(Entry { id, group, sequence, call: call(text), is_complete: false });
+    for (group, sequence, text) in calls.iter().cloned() {
+        let call = call(text);
+        recorder.record(OpLabel { group, op: call.op(), sequence }, call);
     }
     recorder
+}
+
+/// An operation of any kind.
+fn at(group: &Arc<GroupLabel>, sequence: u64) -> OpLabel {
+    OpLabel { group: group.clone(), op: CollectiveOp::Barrier, sequence }
 }
 
 type CallOf<'a> = (&'a Arc<GroupLabel>, u64, &'static str);
@@ -103,17 +109,17 @@ fn missing_ranks_and_mismatched_ops_are_not_confused_with_different_arguments() 
         (1, history(&[(&world, 4, "barrier"), (&world, 5, "barrier")])),
         (2, history(&[(&world, 4, "barrier"), (&world, 5, "all_to_all(2)"), (&sp, 5, "barrier")])),
     ]);
-    assert_eq!(not_arrived(&ranks, &world, 5), [3], "no report");
-    assert_eq!(not_arrived(&ranks, &world, 6), [0, 1, 2, 3], "another group's number does not count");
-    assert_eq!(not_arrived(&ranks, &sp, 3), [3], "an overwritten call was issued");
-    let other = mismatched_op(&ranks, &world, 5).unwrap();
+    assert_eq!(not_arrived(&ranks, &at(&world, 5)), [3], "no report");
+    assert_eq!(not_arrived(&ranks, &at(&world, 6)), [0, 1, 2, 3], "another group's number does not count");
+    assert_eq!(not_arrived(&ranks, &at(&sp, 3)), [3], "an overwritten call was issued");
+    let other = mismatched_op(&ranks, &at(&world, 5)).unwrap();
     assert_eq!((other.rank, other.called.as_str()), (1, "barrier"));
     assert_eq!(other.others_called, "all_to_all(f32, sending [1], expecting [1])");
     assert_eq!(other.others, [0, 2]);
-    assert_eq!(mismatched_op(&ranks, &world, 4), None);
+    assert_eq!(mismatched_op(&ranks, &at(&world, 4)), None);
     assert_eq!((reporting_rank(&[]), reporting_rank(&[0, 1, 3])), (0, 2));
     let mut report = HangReport::default();
-    ranks.into_iter().for_each(|(rank, calls)| report.note(rank, calls, None));
+    ranks.into_iter().for_each(|(rank, calls)| report.note(rank, CallReport { calls, wait: None }));
     let text = report.first_divergence(0, &[3]).unwrap();
     assert!(text.contains("rank 3 has not joined; no report from this rank"), "{text}");
 }
@@ -123,8 +129,8 @@ fn a_rank_blocked_by_an_older_operation_has_not_joined_the_next_one() {
     let (world, sp) = (label("world", &[0, 1, 2, 3]), label("sp", &[2, 3]));
     let calls = [(&world, 4, "barrier"), (&sp, 5, "barrier")];
     let ranks = BTreeMap::from([(2, history(&calls)), (3, in_progress(&calls).report())]);
-    assert_eq!(not_arrived(&ranks, &sp, 5), [3]);
-    assert_eq!(not_arrived(&ranks, &sp, 4), [] as [usize; 0], "already complete");
+    assert_eq!(not_arrived(&ranks, &at(&sp, 5)), [3]);
+    assert_eq!(not_arrived(&ranks, &at(&sp, 4)), [] as [usize; 0], "already complete");
 }
 
 #[test]

@@ -40,7 +40,7 @@ impl KnownGroups {
 
     /// The global rank of this rank.
     pub(super) fn own_rank(&self) -> usize {
-        self.world.global_ranks()[self.world.rank()]
+        self.world.membership().global_rank()
     }
 
     /// Adds groups: the lists of all ranks, and this rank's groups among them. Of two groups with the same list, the

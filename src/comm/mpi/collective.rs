@@ -8,7 +8,7 @@ use super::staging::Staged;
 use super::transfers::{Members, Transfers};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
-use crate::comm::{CommError, ReduceOp, reduce};
+use crate::comm::{CommError, ElementCounts, ReduceOp, reduce};
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -167,8 +167,9 @@ pub(super) fn all_gather(
 pub(super) fn all_to_all(
     transfers: &mut Transfers,
     members: &Members,
-    (input, send_counts): (&Tensor, &[usize]),
-    (output, recv_counts): (&Tensor, &[usize]),
+    input: &Tensor,
+    output: &Tensor,
+    ElementCounts { send: send_counts, recv: recv_counts }: &ElementCounts,
 ) -> StepResult {
     let of_rank = |counts: &[usize], rank: usize| {
         let begin: usize = counts[..rank].iter().sum();

@@ -1,15 +1,16 @@
 //! [`ProcessGroup`] over the processes of a job.
 
-use super::operation::{Operation, Step};
+use super::operation::{MpiOperation, Step};
 use super::rank::MpiRank;
 use super::strided_all_to_all::{StridedAllToAll, all_to_all_strided};
 use super::transfers::{Members, Transfers};
 use super::{collective, message, progress};
 use crate::comm::arg_check::ArgCheck;
 use crate::comm::buffer::copy_if_shared;
-use crate::comm::ordered_channel::{ChannelKind, Sequences};
+use crate::comm::diagnostics::OpLabel;
+use crate::comm::ordered_channel::{ChannelKind, OrderedChannel, Sequences};
 use crate::comm::{
-    Call, CallSignature, CollectiveOp, CommError, GroupStats, OpStats, Pending, ProcessGroup, ReduceOp,
+    Call, CallSignature, CollectiveOp, CommError, GroupStats, Membership, Pending, ProcessGroup, ReduceOp,
 };
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -55,24 +56,20 @@ impl MpiGroup {
 
     fn issue(&self, call: CallSignature, kind: ChannelKind, first: Step) -> Result<Pending, CommError> {
         self.own.check()?;
-        let members = &self.members;
-        let (channel, id) = {
+        let (members, op) = (&self.members, call.op());
+        let channel = OrderedChannel { group: Arc::as_ptr(members).addr(), kind };
+        let id = {
             let mut sequences = self.sequences.lock();
-            let sequence = sequences.next(kind);
-            if members.world_size() > 1 {
-                members.stats.lock().add(call.op(), OpStats { calls: 1, ..OpStats::default() });
-            }
-            let operation = Operation::new(members, kind, sequence, call.op(), first);
-            let channel = operation.channel;
-            (channel, self.own.issue(operation, call)?)
+            let label =
+                OpLabel { group: members.membership.group.clone(), op, sequence: sequences.next(kind) };
+            members.traffic.lock().call(op);
+            self.own.issue(channel, call, Box::new(MpiOperation::new(members, label, first)))?
         };
         let [polling, completing, failing] = [(); 3].map(|()| self.own.clone());
         Ok(Pending::new(
-            move || polling.is_complete(channel, id),
-            move || completing.complete(channel, id),
-            move |error| {
-                failing.fail(CommError::PeerFailed { rank: failing.rank, reason: error.to_string() });
-            },
+            move || polling.is_complete(id),
+            move || completing.complete(id),
+            move |error| failing.abort(error.to_string()),
         ))
     }
 
@@ -102,38 +99,9 @@ impl MpiGroup {
     }
 }
 
-/// The members of each new group, as (color, ranks of the old group in the new order).
-fn divide(calls: &[CallSignature]) -> Vec<(usize, Vec<usize>)> {
-    let mut colored: Vec<(usize, usize, usize)> = calls
-        .iter()
-        .enumerate()
-        .filter_map(|(rank, call)| match call {
-            CallSignature::Split { color: Some(color), key, .. } => Some((*color, *key, rank)),
-            _ => None,
-        })
-        .collect();
-    colored.sort_unstable();
-    let mut groups: Vec<(usize, Vec<usize>)> = Vec::new();
-    for (color, _, rank) in colored {
-        match groups.last_mut() {
-            Some((last, ranks)) if *last == color => ranks.push(rank),
-            _ => groups.push((color, vec![rank])),
-        }
-    }
-    groups
-}
-
 impl ProcessGroup for MpiGroup {
-    fn name(&self) -> &str {
-        &self.members.name
-    }
-
-    fn rank(&self) -> usize {
-        self.members.rank
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        &self.members.global_ranks
+    fn membership(&self) -> &Membership {
+        &self.members.membership
     }
 
     fn check(&self) -> Result<(), CommError> {
@@ -165,9 +133,9 @@ impl ProcessGroup for MpiGroup {
             }
             CallSignature::AllToAll { .. } | CallSignature::Gather { .. } | CallSignature::Scatter { .. } => {
                 let input = copy_if_shared(&input, outputs)?;
-                let (send, recv) = signature.counts(self.members.rank, self.members.world_size());
+                let counts = signature.counts(self.members.rank, self.members.world_size());
                 self.begin(signature, move |transfers, members| {
-                    collective::all_to_all(transfers, members, (&input, &send), (&output, &recv))
+                    collective::all_to_all(transfers, members, &input, &output, &counts)
                 })
             }
             CallSignature::AllToAllStrided { dtype, ref plan } => {
@@ -201,49 +169,32 @@ impl ProcessGroup for MpiGroup {
         key: usize,
     ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
         let calls = self.agree_on_split(CallSignature::Split { name: name.into(), color, key })?;
-        let groups = divide(&calls);
-        let own = groups.iter().position(|(group_color, _)| Some(*group_color) == color);
-        let rank_of = |ranks: &[usize]| ranks.iter().position(|&rank| rank == self.members.rank);
-        let rank = own.and_then(|own| rank_of(&groups[own].1)).unwrap_or(0);
+        let places = calls.iter().map(CallSignature::split_place);
+        let child = color.map(|color| self.membership().after_split(name, color, places));
         // MPI blocks in this call, but every rank has already joined the split. Colors and keys are
-        // renumbered, since MPI's range is smaller.
-        let created = self.own.call(|| self.members.communicator.split(own, rank));
+        // renumbered, since MPI's range is smaller: a color is that of one of its ranks.
+        let color = child.as_ref().and_then(|child| child.group.members.iter().min().copied());
+        let key = child.as_ref().map_or(0, |child| child.rank);
+        let created = self.own.call(|| self.members.communicator.split(color, key));
         let created = created.map_err(|reason| {
-            let (group, global) = (self.members.name.clone(), self.own.rank);
-            let (op, sequence) = (CollectiveOp::Split, self.sequences.lock().collective - 1);
-            let library = "MPI";
-            self.own.fail(CommError::Library { library, group, op, sequence, rank: global, reason })
+            let (group, sequence) = (self.membership().group.clone(), self.sequences.lock().collective - 1);
+            let label = OpLabel { group, op: CollectiveOp::Split, sequence };
+            self.own.fail(label.library_error("MPI", self.own.rank, reason))
         })?;
-        let (Some(communicator), Some(own)) = (created, own) else { return Ok(None) };
+        let (Some(communicator), Some(child)) = (created, child) else { return Ok(None) };
         self.own.adopt(communicator);
-        let global_ranks = groups[own].1.iter().map(|&rank| self.members.global_ranks[rank]).collect();
-        let members = Members::new(name, communicator, rank, global_ranks);
-        Ok(Some(Arc::new(MpiGroup::new(self.own.clone(), members))))
+        Ok(Some(Arc::new(MpiGroup::new(self.own.clone(), Members::new(communicator, child)))))
     }
 
     fn stats(&self) -> GroupStats {
-        self.members.stats.lock().clone()
+        self.members.traffic.lock().stats()
     }
 
     fn sent_to(&self) -> Vec<u64> {
-        self.members.sent_to.lock().clone()
+        self.members.traffic.lock().sent_to()
     }
 
     fn abort(&self, reason: &str) {
-        let rank = self.own.rank;
-        self.own.fail(CommError::PeerFailed { rank, reason: reason.to_owned() });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn groups_are_ordered_by_key_then_rank_and_ranks_without_a_color_have_no_group() {
-        let split = |color, key| CallSignature::Split { name: "x".into(), color, key };
-        let calls =
-            [split(Some(9), 1), split(None, 0), split(Some(2), 0), split(Some(9), 0), split(Some(9), 1)];
-        assert_eq!(divide(&calls), [(2, vec![2]), (9, vec![3, 0, 4])]);
+        self.own.abort(reason.to_owned());
     }
 }

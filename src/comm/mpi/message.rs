@@ -2,8 +2,7 @@
 //! acknowledges them.
 
 use super::operation::Step;
-use super::transfers::Members;
-use crate::comm::diagnostics::compare_message;
+use crate::comm::diagnostics::{OpLabel, compare_message};
 use crate::comm::{CommError, Elements};
 use candle_core::Tensor;
 
@@ -25,7 +24,8 @@ pub(super) fn receive(tensor: Tensor, from: usize) -> Step {
     Step::new(move |transfers, _| {
         transfers.expect_text(from);
         Ok(Some(Step::new(move |transfers, members| {
-            check_header(&transfers.text_from(from), &tensor, members, from, transfers.label().sequence)?;
+            let header = transfers.text_from(from);
+            check_header(&header, from, members.rank, &tensor, transfers.label())?;
             transfers.next_phase();
             transfers.receive(members, &tensor, from)?;
             Ok(Some(Step::new(move |transfers, members| {
@@ -39,13 +39,12 @@ pub(super) fn receive(tensor: Tensor, from: usize) -> Step {
 
 fn check_header(
     text: &[u8],
-    output: &Tensor,
-    members: &Members,
     from: usize,
-    sequence: u64,
+    to: usize,
+    output: &Tensor,
+    label: &OpLabel,
 ) -> Result<(), CommError> {
     let sent: Elements =
         serde_json::from_slice(text).map_err(|error| CommError::Tensor(error.to_string()))?;
-    compare_message(from, sent, members.rank, Elements::of(output))
-        .map_err(|divergence| divergence.error_in(&members.label, sequence))
+    compare_message(from, sent, to, Elements::of(output)).map_err(|divergence| divergence.error_in(label))
 }

@@ -1,9 +1,10 @@
 //! An operation in progress: its messages, and the step that follows them.
 
-use super::transfers::{Members, OpLabel, Transfers};
-use crate::comm::diagnostics::{Entry, Wait, compare};
-use crate::comm::ordered_channel::{ChannelKind, OrderedChannel};
-use crate::comm::{CallSignature, CollectiveOp, CommError};
+use super::transfers::{Members, Transfers};
+use crate::comm::buffer::StorageId;
+use crate::comm::diagnostics::{OpLabel, compare};
+use crate::comm::progress_engine::{Operation, Progress};
+use crate::comm::{CallSignature, CommError};
 use std::fmt;
 use std::sync::Arc;
 
@@ -49,9 +50,8 @@ impl Step {
                         .map_err(|error| CommError::Tensor(format!("invalid call from rank {rank}: {error}")))
                 });
                 let calls = calls.collect::<Result<Vec<CallSignature>, _>>()?;
-                let label = transfers.label();
                 compare(&calls.iter().collect::<Vec<_>>())
-                    .map_err(|divergence| divergence.error_in(&members.label, label.sequence))?;
+                    .map_err(|divergence| divergence.error_in(transfers.label()))?;
                 transfers.next_phase();
                 then(transfers, members, &calls)
             })))
@@ -73,49 +73,36 @@ pub(super) fn peers(members: &Members) -> impl Iterator<Item = usize> {
 
 /// An operation of this rank.
 #[derive(Debug)]
-pub(super) struct Operation {
+pub(super) struct MpiOperation {
     members: Arc<Members>,
-    pub(super) channel: OrderedChannel,
     transfers: Transfers,
     next: Option<Step>,
 }
 
-impl Operation {
-    pub(super) fn new(
-        members: &Arc<Members>,
-        kind: ChannelKind,
-        sequence: u64,
-        op: CollectiveOp,
-        first: Step,
-    ) -> Self {
-        let channel = OrderedChannel { group: Arc::as_ptr(members).addr(), kind };
-        let transfers = Transfers::new(OpLabel { op, sequence }, members);
-        Self { members: members.clone(), channel, transfers, next: Some(first) }
+impl MpiOperation {
+    pub(super) fn new(members: &Arc<Members>, label: OpLabel, first: Step) -> Self {
+        Self { members: members.clone(), transfers: Transfers::new(label), next: Some(first) }
+    }
+}
+
+impl Operation for MpiOperation {
+    fn label(&self) -> &OpLabel {
+        self.transfers.label()
     }
 
-    /// Advances as far as possible without waiting. Returns whether it is complete.
-    pub(super) fn advance(&mut self) -> Result<bool, CommError> {
+    fn advance(&mut self, _published: &[StorageId]) -> Result<Progress, CommError> {
         while self.transfers.settle(&self.members)? {
             let Some(step) = self.next.take() else {
                 self.transfers.count(&self.members);
-                return Ok(true);
+                return Ok(Progress::Complete);
             };
             self.next = (step.0)(&mut self.transfers, &self.members)?;
         }
-        Ok(false)
+        // The messages of an operation have tags of their own.
+        Ok(Progress::WaitingForPeers)
     }
 
-    /// The flight recorder's entry for this operation, with number `id`.
-    pub(super) fn entry(&self, id: u64, call: CallSignature) -> Entry {
-        let sequence = self.transfers.label().sequence;
-        Entry { id, group: self.members.label.clone(), sequence, call, is_complete: false }
-    }
-
-    /// The wait of this operation, for hang reports.
-    pub(super) fn wait(&self) -> Wait {
-        let missing = self.transfers.missing();
-        let missing = missing.into_iter().map(|rank| self.members.global_ranks[rank]).collect();
-        let OpLabel { op, sequence } = self.transfers.label();
-        Wait { group: self.members.label.clone(), op, sequence, missing }
+    fn missing(&self) -> Vec<usize> {
+        self.transfers.missing()
     }
 }

@@ -6,17 +6,15 @@
 use super::backoff::{Backoff, CpuContention};
 use super::control::ControlMessages;
 use super::library::Communicator;
-use super::operation::Operation;
-use crate::comm::diagnostics::{ControlMessage, FlightRecorder, HangReport, Wait, lines};
+use crate::comm::diagnostics::{CallReport, ControlMessage, FlightRecorder, HangReport, Wait, lines};
 use crate::comm::ordered_channel::OrderedChannel;
+use crate::comm::progress_engine::{Operation, OperationId, ProgressEngine, deadline};
 use crate::comm::{CallSignature, CommError, LaunchOptions};
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::OnceLock;
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-/// The timeout used when the clock cannot represent the requested one.
-const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// Time in which messages of a rank may still arrive after its `Ended` message, since they
 /// use other communicators.
 const GRACE: Duration = Duration::from_millis(100);
@@ -44,11 +42,9 @@ struct State {
     failure: Option<CommError>,
     /// No operation may start any more.
     is_closed: bool,
-    next_id: u64,
-    /// In issue order.
-    in_flight: Vec<(u64, Operation)>,
+    engine: ProgressEngine,
     /// The operations that were in flight when the world failed.
-    abandoned: Vec<u64>,
+    abandoned: Vec<OperationId>,
     recorder: FlightRecorder,
     report: HangReport,
     /// Time at which this rank reported its calls to the others.
@@ -70,8 +66,7 @@ impl MpiRank {
         let state = State {
             failure: None,
             is_closed: false,
-            next_id: 0,
-            in_flight: Vec::new(),
+            engine: ProgressEngine::default(),
             abandoned: Vec::new(),
             recorder: FlightRecorder::default(),
             report: HangReport::default(),
@@ -90,14 +85,18 @@ impl MpiRank {
         self.state.lock().check()
     }
 
-    /// Starts an operation. Returns its number.
-    pub(super) fn issue(&self, operation: Operation, call: CallSignature) -> Result<u64, CommError> {
+    /// Starts an operation.
+    pub(super) fn issue(
+        &self,
+        channel: OrderedChannel,
+        call: CallSignature,
+        operation: Box<dyn Operation>,
+    ) -> Result<OperationId, CommError> {
         let mut state = self.state.lock();
         state.check()?;
-        let id = state.next_id;
-        state.next_id += 1;
-        state.recorder.record(operation.entry(id, call));
-        state.in_flight.push((id, operation));
+        let number = state.recorder.record(operation.label().clone(), call);
+        let id = OperationId { number, channel };
+        state.engine.push(id, operation);
         // Advances all of them, since this poll may complete earlier ones.
         state.advance().map_err(|error| self.fail_with(&mut state, error))?;
         drop(state);
@@ -128,19 +127,20 @@ impl MpiRank {
         if state.is_closed {
             return None;
         }
-        if !state.in_flight.is_empty() {
+        let is_in_flight = !state.engine.is_empty();
+        if is_in_flight {
             state.control.call_mpi();
         }
-        Some(!state.in_flight.is_empty())
+        Some(is_in_flight)
     }
 
     /// Blocks until operation `id`, and those before it in its channel, are complete.
     ///
     /// # Errors
     /// The failure of the world, which this call may be the first to notice.
-    pub(super) fn complete(&self, channel: OrderedChannel, id: u64) -> Result<(), CommError> {
+    pub(super) fn complete(&self, id: OperationId) -> Result<(), CommError> {
         let started = Instant::now();
-        let deadline = started.checked_add(self.timeout).unwrap_or(started + FOREVER);
+        let deadline = deadline(started, self.timeout);
         let mut backoff = Backoff::new(&self.contention);
         // A report that arrives before the first poll was sent before this rank waited.
         let mut has_polled = false;
@@ -148,7 +148,7 @@ impl MpiRank {
             // Read before the poll: a peer that joins at the last moment is no longer missing.
             let late = Instant::now() >= deadline;
             let mut state = self.state.lock();
-            let Some(wait) = self.poll(&mut state, channel, id, has_polled)? else { return Ok(()) };
+            let Some(wait) = self.poll(&mut state, id, has_polled)? else { return Ok(()) };
             if late {
                 return Err(self.time_out(&mut state, wait, started.elapsed()));
             }
@@ -159,8 +159,8 @@ impl MpiRank {
     }
 
     /// Advances all operations without waiting. Returns whether operation `id` is complete, or the world has failed.
-    pub(super) fn is_complete(&self, channel: OrderedChannel, id: u64) -> bool {
-        !matches!(self.poll(&mut self.state.lock(), channel, id, true), Ok(Some(_)))
+    pub(super) fn is_complete(&self, id: OperationId) -> bool {
+        !matches!(self.poll(&mut self.state.lock(), id, true), Ok(Some(_)))
     }
 
     /// Advances all operations. Returns what operation `id` waits for; `None` when it is complete. Reports that wait to
@@ -168,16 +168,15 @@ impl MpiRank {
     fn poll(
         &self,
         state: &mut MutexGuard<'_, State>,
-        channel: OrderedChannel,
-        id: u64,
+        id: OperationId,
         is_waiting: bool,
     ) -> Result<Option<Wait>, CommError> {
-        if state.head(channel, id).is_none() && !state.abandoned.contains(&id) {
+        if state.engine.head(id).is_none() && !state.abandoned.contains(&id) {
             return Ok(None);
         }
         state.check()?;
         state.advance().map_err(|error| self.fail_with(state, error))?;
-        let Some(wait) = state.head(channel, id).map(Operation::wait) else { return Ok(None) };
+        let Some(wait) = state.engine.head(id).map(Operation::wait) else { return Ok(None) };
         self.listen(state, is_waiting.then_some(&wait));
         state.check()?;
         match wait.missing.iter().copied().find(|&rank| state.has_long_ended(rank)) {
@@ -207,12 +206,11 @@ impl MpiRank {
         if let Some(reported) = state.reported {
             return reported;
         }
-        let (calls, wait) = (state.recorder.report(), wait.cloned());
-        let message = ControlMessage::CallReport { calls: calls.clone(), wait: wait.clone() };
-        if let Err(reason) = state.control.send(&message) {
+        let report = CallReport { calls: state.recorder.report(), wait: wait.cloned() };
+        if let Err(reason) = state.control.send(&ControlMessage::CallReport(report.clone())) {
             tracing::error!("rank {} cannot report its calls to the others: {reason}", self.rank);
         }
-        state.report.note(self.rank, calls, wait);
+        state.report.note(self.rank, report);
         *state.reported.insert(Instant::now())
     }
 
@@ -221,15 +219,16 @@ impl MpiRank {
         self.fail_with(&mut self.state.lock(), error)
     }
 
+    /// Fails the world because this rank has failed.
+    pub(super) fn abort(&self, reason: String) {
+        self.fail(CommError::PeerFailed { rank: self.rank, reason });
+    }
+
     fn fail_with(&self, state: &mut State, error: CommError) -> CommError {
         if let Some(failure) = &state.failure {
             return failure.clone();
         }
-        let error = match error {
-            // Other ranks need to know whose tensor it was.
-            CommError::Tensor(reason) => CommError::PeerFailed { rank: self.rank, reason },
-            named => named,
-        };
+        let error = error.on_rank(self.rank);
         if let Err(reason) = state.control.send(&ControlMessage::failed(self.rank, &error)) {
             tracing::error!("rank {} cannot report its failure to the others: {reason}", self.rank);
         }
@@ -244,7 +243,7 @@ impl MpiRank {
             let own = lines(&state.recorder.report());
             tracing::error!("{error}; last operations of rank {}:{own}", self.rank);
         }
-        state.abandoned = state.in_flight.drain(..).map(|(id, _)| id).collect();
+        state.abandoned = state.engine.abandon();
         state.failure = Some(error);
     }
 
@@ -259,8 +258,8 @@ impl MpiRank {
         for (rank, message) in messages {
             match message {
                 ControlMessage::Ended => state.ended[rank] = Some(Instant::now()),
-                ControlMessage::CallReport { calls, wait: others_wait } => {
-                    state.report.note(rank, calls, others_wait);
+                ControlMessage::CallReport(report) => {
+                    state.report.note(rank, report);
                     self.report_calls(state, wait);
                 }
                 ControlMessage::Failed(error) if state.failure.is_none() => self.close_with(state, error),
@@ -329,25 +328,10 @@ impl State {
         }
     }
 
-    /// The first operation in progress in a channel, up to `id`.
-    fn head(&self, channel: OrderedChannel, id: u64) -> Option<&Operation> {
-        let up_to = self.in_flight.iter().take_while(|(other, _)| *other <= id);
-        up_to.map(|(_, operation)| operation).find(|operation| operation.channel == channel)
-    }
-
     /// Advances every operation and removes the complete ones.
     fn advance(&mut self) -> Result<(), CommError> {
-        let mut index = 0;
-        while index < self.in_flight.len() {
-            let (_, operation) = &mut self.in_flight[index];
-            if operation.advance()? {
-                let (id, _) = self.in_flight.remove(index);
-                self.recorder.complete(id);
-            } else {
-                index += 1;
-            }
-        }
-        Ok(())
+        let Self { engine, recorder, .. } = self;
+        engine.advance(|number| recorder.complete(number))
     }
 
     /// Returns whether all ranks that can still report have reported their calls.

@@ -6,9 +6,11 @@ use super::library::Communicator;
 use super::rank::MpiRank;
 use super::transfers::Members;
 use crate::comm::launch::{LaunchError, LaunchOptions, RankContext, run_rank};
-use crate::comm::{CommError, ProcessGroup};
+use crate::comm::session::BoxedError;
+use crate::comm::{CommError, Membership, ProcessGroup, ProcessGroupExt, RankMain};
 use ::mpi::Threading;
 use ::mpi::environment::Universe;
+use candle_core::Device;
 use std::error::Error;
 use std::sync::Arc;
 
@@ -56,21 +58,6 @@ impl Session {
         };
         let (rank, world_size) = (all.rank().map_err(refuse)?, all.size().map_err(refuse)?);
         Ok(Self { universe: Some(universe), rank, world_size, local_size })
-    }
-
-    /// Rank of this process.
-    pub fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// Number of processes.
-    pub fn world_size(&self) -> usize {
-        self.world_size
-    }
-
-    /// Number of processes on this host.
-    pub fn local_size(&self) -> usize {
-        self.local_size
     }
 
     /// Runs `run` as this process's rank, on its own thread with its own rayon pool, and
@@ -123,11 +110,12 @@ impl Session {
         let created = wait_for_all(all).and_then(|()| all.split(color, rank)).map_err(refuse)?;
         let Some(communicator) = created else { return Ok(None) };
         let own = Arc::new(MpiRank::new(communicator, rank, world_size, options));
-        let members = Members::new(&options.name, communicator, rank, (0..world_size).collect());
+        let membership = Membership::new(&options.name, (0..world_size).collect(), rank);
+        let members = Members::new(communicator, membership);
         let group: Arc<dyn ProcessGroup> = Arc::new(MpiGroup::new(own.clone(), members));
         let outcome = on_own_thread(RankContext { rank, world_size, threads, group }, &run);
         if let Err(error) = &outcome {
-            own.fail(CommError::PeerFailed { rank, reason: error.reason() });
+            own.abort(error.reason());
         }
         if !own.leave() {
             // `MPI_Finalize` would wait for the ranks that hang. If a process ends without it, the launcher ends
@@ -135,6 +123,32 @@ impl Session {
             std::mem::forget(self.universe.take());
         }
         outcome.map(Some)
+    }
+}
+
+impl crate::comm::Session for Session {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn local_size(&self) -> usize {
+        self.local_size
+    }
+
+    fn uses_mpi(&self) -> bool {
+        true
+    }
+
+    fn run_rank(&mut self, options: &LaunchOptions, run: RankMain<'_>) -> Result<(), LaunchError> {
+        self.run(options, |rank| run(&rank, Device::Cpu))
+    }
+
+    fn all_gather_bytes(&mut self, own: &[u8]) -> Result<Vec<Vec<u8>>, BoxedError> {
+        Ok(self.run(&LaunchOptions::default(), |rank| rank.group.all_gather_varied(own))?)
     }
 }
 

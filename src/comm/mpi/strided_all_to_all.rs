@@ -5,6 +5,7 @@ use super::collective::{StepResult, part};
 use super::operation::{Step, peers};
 use super::staging::Staged;
 use super::transfers::{Members, Transfers};
+use crate::comm::plan::num_elems;
 use crate::comm::{CommError, RecvBlock, StridedBlock, StridedPlan};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
@@ -43,16 +44,16 @@ impl StridedAllToAll {
     /// Sends every other rank its blocks. The packed blocks are in use until all transfers are complete.
     fn send(&self, transfers: &mut Transfers, members: &Members) -> Result<Staged, CommError> {
         let of_peers = peers(members).flat_map(|peer| &self.plan.send[peer]);
-        let scattered = of_peers.filter(|block| block.in_one_piece().is_none()).map(elems).sum();
+        let scattered = of_peers.filter(|block| block.in_one_piece().is_none()).map(num_elems).sum();
         let packed = members.staging.alloc(scattered, self.dtype)?;
         let mut begin = 0;
         for peer in peers(members) {
-            for block in self.plan.send[peer].iter().filter(|block| elems(block) > 0) {
+            for block in self.plan.send[peer].iter().filter(|block| num_elems(block) > 0) {
                 let piece = match block.in_one_piece() {
                     Some(range) => part(&self.inputs[block.tensor], range)?,
                     None => {
-                        let piece = part(&packed.tensor()?, begin..begin + elems(block))?;
-                        begin += elems(block);
+                        let piece = part(&packed.tensor()?, begin..begin + num_elems(block))?;
+                        begin += num_elems(block);
                         let (from, to) = (block.clone(), block.packed_at(0));
                         let inputs: Vec<&Tensor> = self.inputs.iter().collect();
                         copy_blocks(&inputs, &[&piece], &[BlockCopy { from, to, accumulate: false }])?;
@@ -73,12 +74,7 @@ impl StridedAllToAll {
             let message = format!("the rank sends {sent} block(s) to itself but expects {expected}");
             return Err(CommError::Tensor(message));
         }
-        let copy = |(from, RecvBlock { block, accumulate }): (&StridedBlock, &RecvBlock)| BlockCopy {
-            from: from.clone(),
-            to: block.clone(),
-            accumulate: *accumulate,
-        };
-        Ok(send.iter().zip(recv).map(copy).collect())
+        Ok(send.iter().zip(recv).map(|(from, to)| to.copy_from(from.clone())).collect())
     }
 
     /// Receives the other ranks' blocks. Returns the buffer of blocks that cannot be received in place, and the
@@ -91,7 +87,7 @@ impl StridedAllToAll {
     ) -> Result<(Staged, Vec<BlockCopy>), CommError> {
         let is_direct = |recv: &RecvBlock| own.is_none() && recv.block.in_one_piece().is_some();
         let of_peers = peers(members).flat_map(|peer| &self.plan.recv[peer]);
-        let staged = of_peers.filter(|recv| !is_direct(recv)).map(|recv| elems(&recv.block)).sum();
+        let staged = of_peers.filter(|recv| !is_direct(recv)).map(|recv| num_elems(&recv.block)).sum();
         let received = members.staging.alloc(staged, self.dtype)?;
         let (mut begin, mut copies) = (0, Vec::new());
         for (rank, blocks) in self.plan.recv.iter().enumerate() {
@@ -99,15 +95,16 @@ impl StridedAllToAll {
                 copies.extend(own.as_mut().map(std::mem::take).unwrap_or_default());
                 continue;
             }
-            for RecvBlock { block, accumulate } in blocks.iter().filter(|recv| elems(&recv.block) > 0) {
+            for recv in blocks.iter().filter(|recv| num_elems(&recv.block) > 0) {
+                let block = &recv.block;
                 let target = match block.in_one_piece() {
                     Some(range) if own.is_none() => part(&self.outputs[block.tensor], range)?,
                     _ => {
                         // The buffer follows the inputs among the sources of the copies.
                         let from = StridedBlock { tensor: self.inputs.len(), ..block.packed_at(begin) };
-                        copies.push(BlockCopy { from, to: block.clone(), accumulate: *accumulate });
-                        begin += elems(block);
-                        part(&received.tensor()?, begin - elems(block)..begin)?
+                        copies.push(recv.copy_from(from));
+                        begin += num_elems(block);
+                        part(&received.tensor()?, begin - num_elems(block)..begin)?
                     }
                 };
                 transfers.receive(members, &target, rank)?;
@@ -134,9 +131,4 @@ impl StridedAllToAll {
         let sources: Vec<&Tensor> = self.inputs.iter().chain(behind.iter().copied()).collect();
         Ok(copy_blocks(&sources, &self.outputs.iter().collect::<Vec<_>>(), copies)?)
     }
-}
-
-/// Number of elements of a checked block, which cannot overflow.
-fn elems(block: &StridedBlock) -> usize {
-    block.batch * block.rows * block.run
 }

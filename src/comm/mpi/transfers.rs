@@ -3,52 +3,36 @@
 use super::library::{Communicator, MAX_MESSAGE_BYTES, MAX_TAG, Request};
 use super::memory;
 use super::staging::Staging;
-use crate::comm::diagnostics::GroupLabel;
-use crate::comm::{CollectiveOp, CommError, GroupStats, OpStats};
+use crate::comm::diagnostics::OpLabel;
+use crate::comm::stats::TrafficCounter;
+use crate::comm::{CommError, Membership};
 use candle_core::Tensor;
 use parking_lot::Mutex;
+use std::collections::BTreeSet;
 use std::ffi::c_int;
-use std::sync::Arc;
+use ulysses_kernels::tensor::bytes;
 
 /// One rank's handle of a group.
 #[derive(Debug)]
 pub(super) struct Members {
-    pub(super) name: String,
     pub(super) communicator: Communicator,
+    pub(super) membership: Membership,
     /// This rank within the group.
     pub(super) rank: usize,
-    pub(super) global_ranks: Vec<usize>,
-    /// The group's label in reports.
-    pub(super) label: Arc<GroupLabel>,
-    pub(super) stats: Mutex<GroupStats>,
-    /// Bytes sent to each rank of the group.
-    pub(super) sent_to: Mutex<Vec<u64>>,
+    pub(super) traffic: Mutex<TrafficCounter>,
     pub(super) staging: Staging,
 }
 
 impl Members {
-    pub(super) fn new(name: &str, communicator: Communicator, rank: usize, global_ranks: Vec<usize>) -> Self {
-        let label = Arc::new(GroupLabel { name: name.to_owned(), members: global_ranks.clone() });
-        let (stats, staging) = (Mutex::default(), Staging::default());
-        let sent_to = Mutex::new(vec![0; global_ranks.len()]);
-        Self { name: name.to_owned(), communicator, rank, global_ranks, label, stats, sent_to, staging }
+    pub(super) fn new(communicator: Communicator, membership: Membership) -> Self {
+        let traffic = Mutex::new(TrafficCounter::new(membership.world_size()));
+        let rank = membership.rank;
+        Self { communicator, membership, rank, traffic, staging: Staging::default() }
     }
 
     pub(super) fn world_size(&self) -> usize {
-        self.global_ranks.len()
+        self.membership.world_size()
     }
-
-    pub(super) fn global_rank(&self) -> usize {
-        self.global_ranks[self.rank]
-    }
-}
-
-/// Operation and sequence number, which errors name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct OpLabel {
-    pub(super) op: CollectiveOp,
-    /// Sequence number within the group (for a message: within the pair of ranks).
-    pub(super) sequence: u64,
 }
 
 /// Number of phases of an operation, each with its own tag: a rank may be a phase, or an operation,
@@ -103,14 +87,14 @@ enum Buffer {
 }
 
 impl Transfers {
-    pub(super) fn new(label: OpLabel, members: &Members) -> Self {
-        let texts = vec![None; members.world_size()];
-        let sent_bytes = vec![0; members.world_size()];
+    pub(super) fn new(label: OpLabel) -> Self {
+        let ranks = label.group.members.len();
+        let (texts, sent_bytes) = (vec![None; ranks], vec![0; ranks]);
         Self { label, phase: 0, in_progress: Vec::new(), texts, sent_bytes, received_bytes: 0 }
     }
 
-    pub(super) fn label(&self) -> OpLabel {
-        self.label
+    pub(super) fn label(&self) -> &OpLabel {
+        &self.label
     }
 
     /// Switches to the tag of the next phase.
@@ -129,14 +113,12 @@ impl Transfers {
 
     /// Returns the error for an MPI call of this operation that failed.
     fn refused(&self, members: &Members, reason: String) -> CommError {
-        let (group, rank) = (members.name.clone(), members.global_rank());
-        let OpLabel { op, sequence } = self.label;
-        CommError::Library { library: "MPI", group, op, sequence, rank, reason }
+        self.label.library_error("MPI", members.membership.global_rank(), reason)
     }
 
     /// Starts to send a contiguous tensor, which must not be written until the transfers are complete.
     pub(super) fn send(&mut self, members: &Members, tensor: &Tensor, to: usize) -> Result<(), CommError> {
-        let (data, bytes) = memory::source(tensor)?;
+        let (data, bytes) = (memory::source(tensor)?, bytes(tensor));
         self.sent_bytes[to] += if to == members.rank { 0 } else { bytes as u64 };
         for begin in (0..bytes).step_by(MAX_MESSAGE_BYTES) {
             let length = MAX_MESSAGE_BYTES.min(bytes - begin);
@@ -157,7 +139,7 @@ impl Transfers {
         tensor: &Tensor,
         from: usize,
     ) -> Result<(), CommError> {
-        let (data, bytes) = memory::target(tensor)?;
+        let (data, bytes) = (memory::target(tensor)?, bytes(tensor));
         self.received_bytes += if from == members.rank { 0 } else { bytes as u64 };
         for begin in (0..bytes).step_by(MAX_MESSAGE_BYTES) {
             let length = MAX_MESSAGE_BYTES.min(bytes - begin);
@@ -230,28 +212,23 @@ impl Transfers {
             Direction::In(expected) if bytes != expected => Err(format!(
                 "received {bytes} bytes from rank {}, expected {expected}; the ranks made different calls \
                  (set `\"comm\": {{\"check\": \"on\"}}` to find which)",
-                members.global_ranks[*peer]
+                self.label.group.members[*peer]
             )),
             _ => Ok(true),
         }
     }
 
-    /// The ranks of the group whose messages are not complete.
+    /// The global ranks whose messages are not complete.
     pub(super) fn missing(&self) -> Vec<usize> {
-        let mut missing: Vec<usize> = self.in_progress.iter().map(|transfer| transfer.peer).collect();
-        missing.sort_unstable();
-        missing.dedup();
-        missing
+        let peers: BTreeSet<usize> = self.in_progress.iter().map(|transfer| transfer.peer).collect();
+        peers.into_iter().map(|peer| self.label.group.members[peer]).collect()
     }
 
     /// Adds the bytes moved to the group's counters.
     pub(super) fn count(&self, members: &Members) {
-        let (bytes_sent, bytes_received) = (self.sent_bytes.iter().sum(), self.received_bytes);
-        if members.world_size() > 1 && bytes_sent + bytes_received > 0 {
-            members.stats.lock().add(self.label.op, OpStats { calls: 0, bytes_sent, bytes_received });
-            let mut sent_to = members.sent_to.lock();
-            sent_to.iter_mut().zip(&self.sent_bytes).for_each(|(sum, sent)| *sum += sent);
-        }
+        let (mut traffic, op) = (members.traffic.lock(), self.label.op);
+        self.sent_bytes.iter().enumerate().for_each(|(to, sent)| traffic.sent(op, to, *sent));
+        traffic.received(op, self.received_bytes);
     }
 }
 

@@ -2,7 +2,7 @@
 //! the last calls of every rank.
 
 use crate::comm::CommError;
-use crate::comm::diagnostics::{ControlMessage, EntryReport, HangReport, Wait};
+use crate::comm::diagnostics::{CallReport, ControlMessage, EntryReport, HangReport, Wait};
 use crate::comm::store::{ControlChannel, NO_RANK, Received};
 use std::time::{Duration, Instant};
 
@@ -35,16 +35,9 @@ pub(super) struct Stall {
 
 impl ControlPlane {
     pub(super) fn new(rank: usize, ranks: usize, channel: ControlChannel) -> Self {
+        let report = HangReport::default();
         let (has_reported, has_received_failure, skips_shutdown_notice) = (false, false, false);
-        Self {
-            rank,
-            ranks,
-            channel,
-            report: HangReport::default(),
-            has_reported,
-            has_received_failure,
-            skips_shutdown_notice,
-        }
+        Self { rank, ranks, channel, report, has_reported, has_received_failure, skips_shutdown_notice }
     }
 
     /// Receives control messages. When another rank reports its calls, this rank reports its own calls and what blocks
@@ -52,10 +45,7 @@ impl ControlPlane {
     ///
     /// # Errors
     /// The failure of another rank.
-    pub(super) fn listen(
-        &mut self,
-        called: impl FnOnce() -> (Vec<EntryReport>, Option<Wait>),
-    ) -> Result<(), CommError> {
+    pub(super) fn listen(&mut self, called: impl FnOnce() -> CallReport) -> Result<(), CommError> {
         let received = self.receive();
         if self.report.len() > 0 {
             self.report_calls(called);
@@ -67,9 +57,7 @@ impl ControlPlane {
         let mut failure = None;
         for (rank, received) in self.channel.poll() {
             match received {
-                Received::Message(ControlMessage::CallReport { calls, wait }) => {
-                    self.report.note(rank, calls, wait)
-                }
+                Received::Message(ControlMessage::CallReport(report)) => self.report.note(rank, report),
                 Received::Message(ControlMessage::Failed(error)) => {
                     self.has_received_failure = true;
                     failure = failure.or(Some(error));
@@ -95,8 +83,8 @@ impl ControlPlane {
     /// one waits for. Returns `None` if all have joined with the same call: then the cause is unknown. If the rank that
     /// hosts the store does not answer, it is the missing one, since all reports go through it. If the launcher hosts the
     /// store and no report arrives, the launcher may be the cause, and no rank is blamed.
-    pub(super) fn find_missing(&mut self, stall: &Stall, called: Vec<EntryReport>) -> Option<CommError> {
-        let own = (called, Some(stall.wait.clone()));
+    pub(super) fn find_missing(&mut self, stall: &Stall, calls: Vec<EntryReport>) -> Option<CommError> {
+        let own = CallReport { calls, wait: Some(stall.wait.clone()) };
         self.report_calls(|| own.clone());
         let deadline = Instant::now() + GRACE;
         while self.report.len() < self.ranks && Instant::now() < deadline {
@@ -106,7 +94,7 @@ impl ControlPlane {
             std::thread::sleep(POLL_INTERVAL);
         }
         // This rank may have reported before the stall.
-        self.report.note(self.rank, own.0, own.1);
+        self.report.note(self.rank, own);
         let host = self.channel.host();
         if host == NO_RANK && self.ranks > 1 && self.report.len() == 1 {
             return None;
@@ -154,11 +142,11 @@ impl ControlPlane {
         }
     }
 
-    fn report_calls(&mut self, called: impl FnOnce() -> (Vec<EntryReport>, Option<Wait>)) {
+    fn report_calls(&mut self, called: impl FnOnce() -> CallReport) {
         if !std::mem::replace(&mut self.has_reported, true) {
-            let (calls, wait) = called();
-            self.report.note(self.rank, calls.clone(), wait.clone());
-            self.channel.send(&ControlMessage::CallReport { calls, wait });
+            let report = called();
+            self.report.note(self.rank, report.clone());
+            self.channel.send(&ControlMessage::CallReport(report));
         }
     }
 }

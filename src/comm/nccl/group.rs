@@ -5,11 +5,12 @@ use super::operation::{Enqueue, Enqueued, Inner, ShutdownGuard, data_type, opera
 use super::traffic::offsets;
 use crate::comm::arg_check::ArgCheck;
 use crate::comm::buffer::copy_if_shared;
-use crate::comm::diagnostics::GroupLabel;
+use crate::comm::diagnostics::OpLabel;
+use crate::comm::membership::SplitPlace;
 use crate::comm::reduce::{is_unrounded_sum, reduce};
 use crate::comm::{
-    Call, CallSignature, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ProcessGroupExt,
-    ReduceOp, pack_exchange_unpack,
+    Call, CallSignature, CollectiveOp, CommError, ElementCounts, GroupStats, Membership, Pending,
+    ProcessGroup, ProcessGroupExt, ReduceOp, pack_exchange_unpack,
 };
 use candle_core::{DType, Device, Tensor};
 use cudarc::nccl::result;
@@ -31,13 +32,10 @@ impl NcclGroup {
     pub(super) fn new(
         guard: Arc<ShutdownGuard>,
         communicator: Arc<Communicator>,
-        name: String,
-        rank: usize,
-        global_ranks: Vec<usize>,
+        membership: Membership,
     ) -> Self {
-        let label = Arc::new(GroupLabel { name, members: global_ranks });
         let own = guard.0.clone();
-        Self(Arc::new(Inner { own, guard, communicator, label, rank, state: Mutex::default() }))
+        Self(Arc::new(Inner { own, guard, communicator, membership, state: Mutex::default() }))
     }
 
     /// Runs the checks that need no peer, and checks that the tensors are on the rank's GPU.
@@ -132,14 +130,14 @@ impl NcclGroup {
 
     /// Sends and receives the counts of a call, in rank order, as one group, which NCCL fuses into one kernel.
     fn exchange(&self, call: CallSignature, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
-        let (send_counts, recv_counts) = call.counts(self.rank(), self.world_size());
-        let (send_offsets, recv_offsets) = (offsets(&send_counts), offsets(&recv_counts));
+        let ElementCounts { send, recv } = call.counts(self.rank(), self.world_size());
+        let (send_offsets, recv_offsets) = (offsets(&send), offsets(&recv));
         let of = data_type(input.dtype());
         let input = &copy_if_shared(input, from_ref(output))?;
         self.begin(call, &[output], &[input], &|comm, stream, at| {
             let exchange = |peer: usize| {
                 let (to, from) = (at[0].offset(recv_offsets[peer]), at[1].offset(send_offsets[peer]));
-                let (received, sent, peer) = (recv_counts[peer], send_counts[peer], peer as c_int);
+                let (received, sent, peer) = (recv[peer], send[peer], peer as c_int);
                 // Both sides skip empty messages.
                 if sent > 0 {
                     // SAFETY: the counts add up to the tensors' elements; kept as above.
@@ -152,7 +150,7 @@ impl NcclGroup {
                 Ok(())
             };
             result::group_start()?;
-            let given = (0..send_counts.len()).try_for_each(exchange);
+            let given = (0..send.len()).try_for_each(exchange);
             let ended = result::group_end();
             given.and(ended)
         })
@@ -206,16 +204,8 @@ impl NcclGroup {
 }
 
 impl ProcessGroup for NcclGroup {
-    fn name(&self) -> &str {
-        &self.0.label.name
-    }
-
-    fn rank(&self) -> usize {
-        self.0.rank
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        &self.0.label.members
+    fn membership(&self) -> &Membership {
+        &self.0.membership
     }
 
     fn value_device(&self) -> Device {
@@ -268,24 +258,19 @@ impl ProcessGroup for NcclGroup {
         color: Option<usize>,
         key: usize,
     ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        let op = CollectiveOp::Split;
         let color_code = color.map_or(-1, |color| color as i64);
         let all = self.all_gather_values(&[color_code, key as i64])?;
         let child = self.0.communicator.split(color, key, self.0.own.deadline()).map_err(|reason| {
-            let (group, rank, sequence) =
-                (self.0.label.name.clone(), self.0.own.rank, self.0.state.lock().collectives);
-            self.0.own.fail(CommError::Library { library: "NCCL", group, op, sequence, rank, reason })
+            let (group, sequence) = (self.membership().group.clone(), self.0.state.lock().collectives);
+            let label = OpLabel { group, op: CollectiveOp::Split, sequence };
+            self.0.own.fail(label.library_error("NCCL", self.0.own.rank, reason))
         })?;
-        let Some(child) = child else { return Ok(None) };
+        let (Some(child), Some(color)) = (child, color) else { return Ok(None) };
         self.0.own.adopt(&child)?;
-        let asked = all.chunks(2).enumerate();
-        let mut members: Vec<(i64, usize)> =
-            asked.filter(|(_, asked)| asked[0] == color_code).map(|(rank, asked)| (asked[1], rank)).collect();
-        members.sort_unstable();
-        let rank = members.iter().position(|&(_, rank)| rank == self.rank()).unwrap_or(0);
-        let global_ranks = members.iter().map(|&(_, rank)| self.global_ranks()[rank]).collect();
-        let guard = self.0.guard.clone();
-        Ok(Some(Arc::new(NcclGroup::new(guard, child, name.to_owned(), rank, global_ranks))))
+        let place =
+            |asked: &[i64]| SplitPlace { color: usize::try_from(asked[0]).ok(), key: asked[1] as usize };
+        let membership = self.membership().after_split(name, color, all.chunks(2).map(place));
+        Ok(Some(Arc::new(NcclGroup::new(self.0.guard.clone(), child, membership))))
     }
 
     fn stats(&self) -> GroupStats {
@@ -293,7 +278,6 @@ impl ProcessGroup for NcclGroup {
     }
 
     fn abort(&self, reason: &str) {
-        let rank = self.0.own.rank;
-        self.0.own.fail(CommError::PeerFailed { rank, reason: reason.to_owned() });
+        self.0.own.fail_itself(reason.to_owned());
     }
 }

@@ -10,7 +10,8 @@ use crate::comm::diagnostics::DesyncCheck;
 use crate::comm::error::with_causes;
 use crate::comm::store::{ControlChannel, Store};
 use crate::comm::{
-    CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, ProcessInfo, RankContext, thread,
+    CommError, LaunchError, LaunchOptions, Membership, ProcessGroup, ProcessGroupExt, ProcessInfo,
+    RankContext, thread,
 };
 use candle_core::Device;
 use std::error::Error;
@@ -86,7 +87,7 @@ fn join_over(
     device: &Device,
     timeout: Duration,
 ) -> Result<Joined, CommError> {
-    let rank = bootstrap.global_ranks()[bootstrap.rank()];
+    let rank = bootstrap.membership().global_rank();
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
     let own_rank = NcclRank::new(rank, device, timeout, Some(bootstrap.clone()))?;
     let own_uuid = gpu_uuid(&own_rank).map_err(refuse)?;
@@ -101,8 +102,7 @@ fn join_over(
     let ids = bootstrap.all_gather_values(&own)?;
     let mut id = own;
     id.copy_from_slice(&ids[..ID_BYTES]);
-    let (name, ranks) = (bootstrap.name().to_owned(), bootstrap.global_ranks().to_vec());
-    let group = join(&own_rank, &id, name, bootstrap.rank(), ranks)?;
+    let group = join(&own_rank, &id, bootstrap.membership().clone())?;
     Ok((own_rank, group))
 }
 
@@ -144,7 +144,7 @@ pub(super) fn join_from_env(info: &ProcessInfo, timeout: Duration) -> Result<Joi
             id
         }
     };
-    let group = join(&own_rank, &id, "world".to_owned(), rank, (0..world_size).collect())?;
+    let group = join(&own_rank, &id, Membership::new("world", (0..world_size).collect(), rank))?;
     Ok((own_rank, group))
 }
 
@@ -178,17 +178,11 @@ fn share_id(store: &mut Store, timeout: Duration) -> Result<Id, String> {
     (*id).try_into().map_err(|_| format!("rank 0 set an id of {} bytes, expected {ID_BYTES}", id.len()))
 }
 
-fn join(
-    own: &Arc<NcclRank>,
-    id: &Id,
-    name: String,
-    rank: usize,
-    global_ranks: Vec<usize>,
-) -> Result<Arc<dyn ProcessGroup>, CommError> {
+fn join(own: &Arc<NcclRank>, id: &Id, membership: Membership) -> Result<Arc<dyn ProcessGroup>, CommError> {
     let refuse = |reason| own.fail(CommError::Start { library: "NCCL", rank: Some(own.rank), reason });
-    let communicator = Communicator::join(id, rank, global_ranks.len()).map_err(refuse)?;
+    let communicator = Communicator::join(id, membership.rank, membership.world_size()).map_err(refuse)?;
     // From now on, a failure elsewhere ends the wait for the other ranks.
     own.adopt(&communicator)?;
     communicator.wait_ready(own.deadline()).map_err(refuse)?;
-    Ok(Arc::new(NcclGroup::new(Arc::new(ShutdownGuard(own.clone())), communicator, name, rank, global_ranks)))
+    Ok(Arc::new(NcclGroup::new(Arc::new(ShutdownGuard(own.clone())), communicator, membership)))
 }

@@ -1,11 +1,11 @@
 //! Enqueueing an operation to NCCL, and keeping its tensors until it ends.
 
 use super::communicator::{CallResult, Communicator};
-use super::rank::{InProgress, NcclRank, Stage};
+use super::rank::{InProgress, NcclRank, Position};
 use super::traffic::count;
 use super::watch::Watched;
-use crate::comm::diagnostics::GroupLabel;
-use crate::comm::{CallSignature, CollectiveOp, CommError, GroupStats, Pending, ReduceOp};
+use crate::comm::diagnostics::OpLabel;
+use crate::comm::{CallSignature, CollectiveOp, CommError, GroupStats, Membership, Pending, ReduceOp};
 use candle_core::{DType, Tensor};
 use cudarc::driver::CudaEvent;
 use cudarc::nccl::{result, sys};
@@ -21,8 +21,7 @@ pub(super) struct Inner {
     pub(super) own: Arc<NcclRank>,
     pub(super) guard: Arc<ShutdownGuard>,
     pub(super) communicator: Arc<Communicator>,
-    pub(super) label: Arc<GroupLabel>,
-    pub(super) rank: usize,
+    pub(super) membership: Membership,
     pub(super) state: Mutex<State>,
 }
 
@@ -115,7 +114,7 @@ impl Inner {
             return Ok(());
         }
         let reason = "NCCL operations must be issued by the thread that created the group".to_owned();
-        Err(CommError::InvalidArgument { group: self.label.name.clone(), op, reason })
+        Err(CommError::InvalidArgument { group: self.membership.group.name.clone(), op, reason })
     }
 
     pub(super) fn pending(
@@ -124,10 +123,7 @@ impl Inner {
         complete: impl FnOnce() -> Result<(), CommError> + Send + 'static,
     ) -> Pending {
         let failing = self.clone();
-        Pending::new(poll, complete, move |error| {
-            let rank = failing.own.rank;
-            failing.own.fail(CommError::PeerFailed { rank, reason: error.to_string() });
-        })
+        Pending::new(poll, complete, move |error| failing.own.fail_itself(error.to_string()))
     }
 
     /// Returns whether the GPU has completed an operation, or the rank has failed.
@@ -165,22 +161,20 @@ impl Inner {
             *next - 1
         };
         let (launcher, stream) = (self.launcher()?, &self.own.communication);
-        let failed = |reason: String| {
-            let (group, rank) = (self.label.name.clone(), self.own.rank);
-            self.own.fail(CommError::Library { library: "NCCL", group, op, sequence, rank, reason })
-        };
+        let (group, rank) = (self.membership.group.clone(), self.own.rank);
+        let label = OpLabel { group, op, sequence };
+        let failed = |reason: String| self.own.fail(label.library_error("NCCL", rank, reason));
         // At this point of the tensors' stream, inputs are complete, and outputs no longer in use.
         stream.join(&self.own.compute).map_err(|error| failed(error.to_string()))?;
         let reached = stream.record_event(None).map_err(|error| failed(error.to_string()))?;
         let guard = TensorGuard::new(&self.own, outputs.iter().chain(inputs).copied());
-        let watch = |stage: Stage| {
-            let (group, rank) = (self.label.name.clone(), self.own.rank);
-            let probe = InProgress { stage, communicator: Arc::downgrade(&self.communicator) };
-            self.own.watch(Watched { group, op, sequence, rank, started: None, probe });
+        let watch = |position: Position| {
+            let probe = InProgress { position, communicator: Arc::downgrade(&self.communicator) };
+            self.own.watch(Watched { label: label.clone(), rank, started: None, probe });
         };
-        self.own.record(&self.label, sequence, calls);
+        self.own.record(&label, calls);
         let has_ended = Arc::new(AtomicBool::new(false));
-        watch(Stage::Accepting(has_ended.clone()));
+        watch(Position::Accepting(has_ended.clone()));
         let mut taken = Ok(());
         let opened = launcher.open_slices(outputs, inputs, |addresses| {
             let call = |comm| enqueue(comm, stream.cu_stream().cast(), addresses);
@@ -194,7 +188,7 @@ impl Inner {
         }
         taken.map_err(failed)?;
         let done = Arc::new(stream.record_event(None).map_err(|error| failed(error.to_string()))?);
-        watch(Stage::Enqueued { reached, done: done.clone() });
+        watch(Position::Enqueued { reached, done: done.clone() });
         has_ended.store(true, Ordering::Relaxed);
         Ok(Enqueued { done, guard })
     }
@@ -208,7 +202,8 @@ impl Inner {
 
     /// Counts a call that moves elements of `dtype`.
     pub(super) fn count(&self, call: &CallSignature, dtype: DType) {
-        count(&mut self.state.lock().stats, call, dtype, self.rank, self.label.members.len());
+        let Membership { group, rank } = &self.membership;
+        count(&mut self.state.lock().stats, call, dtype, *rank, group.members.len());
     }
 
     /// Issues a message, which is enqueued on the next wait or collective.

@@ -2,9 +2,9 @@
 
 use super::communicator::{Communicator, abort};
 use super::control_plane::{ControlPlane, Stall};
-use super::recorder::{GpuOp, Recorder};
+use super::recorder::Recorder;
 use super::watch::{Probe, Watched, inspect};
-use crate::comm::diagnostics::{CallLog, EntryReport, GroupLabel, Wait, lines};
+use crate::comm::diagnostics::{CallLog, CallReport, OpLabel, lines};
 use crate::comm::{CallSignature, CommError, ProcessGroup};
 use candle_core::{Device, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
@@ -50,14 +50,14 @@ pub(super) struct NcclRank {
 /// An operation that NCCL or the GPU has not completed.
 #[derive(Debug)]
 pub(super) struct InProgress {
-    pub(super) stage: Stage,
+    pub(super) position: Position,
     /// Weak, so that the communicator is freed by whoever drops the group, not by the watching thread.
     pub(super) communicator: Weak<Communicator>,
 }
 
 /// How far an operation has come.
 #[derive(Debug)]
-pub(super) enum Stage {
+pub(super) enum Position {
     /// NCCL accepts the call, for which ranks that connect wait for each other. The flag is set when it has ended.
     Accepting(Arc<AtomicBool>),
     /// On the stream, between two events.
@@ -66,16 +66,18 @@ pub(super) enum Stage {
 
 impl Probe for InProgress {
     fn has_started(&self) -> Result<bool, String> {
-        match &self.stage {
-            Stage::Accepting(_) => Ok(true),
-            Stage::Enqueued { reached, .. } => reached.try_is_complete().map_err(|error| error.to_string()),
+        match &self.position {
+            Position::Accepting(_) => Ok(true),
+            Position::Enqueued { reached, .. } => {
+                reached.try_is_complete().map_err(|error| error.to_string())
+            }
         }
     }
 
     fn is_done(&self) -> Result<bool, String> {
-        match &self.stage {
-            Stage::Accepting(has_ended) => Ok(has_ended.load(Ordering::Relaxed)),
-            Stage::Enqueued { done, .. } => done.try_is_complete().map_err(|error| error.to_string()),
+        match &self.position {
+            Position::Accepting(has_ended) => Ok(has_ended.load(Ordering::Relaxed)),
+            Position::Enqueued { done, .. } => done.try_is_complete().map_err(|error| error.to_string()),
         }
     }
 
@@ -184,14 +186,11 @@ impl NcclRank {
     }
 
     /// Records an operation of a group: a collective, or messages.
-    pub(super) fn record(
-        &self,
-        group: &Arc<GroupLabel>,
-        sequence: u64,
-        calls: impl IntoIterator<Item = CallSignature>,
-    ) {
+    pub(super) fn record(&self, label: &OpLabel, calls: impl IntoIterator<Item = CallSignature>) {
         let mut recorder = self.recorder.lock();
-        calls.into_iter().for_each(|call| recorder.issued(group, sequence, call));
+        for call in calls {
+            recorder.issued(OpLabel { op: call.op(), ..label.clone() }, call);
+        }
     }
 
     /// Starts to watch an operation.
@@ -231,6 +230,11 @@ impl NcclRank {
         failure
     }
 
+    /// Fails the rank because of its own failure.
+    pub(super) fn fail_itself(&self, reason: String) {
+        self.fail(CommError::PeerFailed { rank: self.rank, reason });
+    }
+
     /// Aborts all communicators.
     pub(super) fn abort(&self) {
         let adopted: Vec<_> = self.communicators.lock().drain(..).collect();
@@ -238,15 +242,10 @@ impl NcclRank {
     }
 
     /// Returns the last calls of the rank, and the operation that blocks it.
-    fn last_calls(&self) -> (Vec<EntryReport>, Option<Wait>) {
-        let (on_gpu, recorder) = (self.on_gpu(), self.recorder.lock());
-        (recorder.report(&on_gpu), recorder.wait(&on_gpu))
-    }
-
-    fn on_gpu(&self) -> Vec<GpuOp> {
-        let gpu_op =
-            |operation: &Watched<InProgress>| (operation.group.clone(), operation.op, operation.sequence);
-        self.in_progress.lock().iter().map(gpu_op).collect()
+    fn last_calls(&self) -> CallReport {
+        let on_gpu: Vec<OpLabel> =
+            self.in_progress.lock().iter().map(|operation| operation.label.clone()).collect();
+        self.recorder.lock().report(&on_gpu)
     }
 
     /// Returns how long the rank has been blocked, if that exceeds the timeout.
@@ -258,7 +257,7 @@ impl NcclRank {
 
     /// Logs the last calls of the rank. If other ranks block it, determines which, and returns the resulting error.
     fn explain(&self, error: CommError) -> CommError {
-        let (called, wait) = self.last_calls();
+        let CallReport { calls: called, wait } = self.last_calls();
         tracing::error!("{error}; last operations of rank {}:{}", self.rank, lines(&called));
         let mut control = self.control.lock();
         let Some(control) = control.as_mut() else { return error };
@@ -307,8 +306,8 @@ fn watch(own: &Weak<NcclRank>) {
 }
 
 impl CallLog for NcclRank {
-    fn called(&self, group: &Arc<GroupLabel>, sequence: u64, call: &CallSignature) {
-        self.recorder.lock().comparing(group, sequence, call.clone());
+    fn called(&self, label: OpLabel, call: &CallSignature) {
+        self.recorder.lock().comparing(label, call.clone());
     }
 
     fn agreed(&self) {

@@ -3,7 +3,10 @@
 use super::launch::{checked, join_from_env};
 use super::rank::NcclRank;
 use crate::comm::launch::run_rank;
-use crate::comm::{CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessInfo, RankContext};
+use crate::comm::session::BoxedError;
+use crate::comm::{
+    CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, ProcessInfo, RankContext, RankMain,
+};
 use std::error::Error;
 use std::sync::Arc;
 
@@ -25,26 +28,6 @@ impl Session {
         Ok(Self { own, group, local_size: info.local_world_size.unwrap_or(1) })
     }
 
-    /// Rank of this process.
-    pub fn rank(&self) -> usize {
-        self.group.rank()
-    }
-
-    /// Number of processes.
-    pub fn world_size(&self) -> usize {
-        self.group.world_size()
-    }
-
-    /// Number of processes on this host.
-    pub fn local_size(&self) -> usize {
-        self.local_size
-    }
-
-    /// The group of all processes.
-    pub fn group(&self) -> &Arc<dyn ProcessGroup> {
-        &self.group
-    }
-
     /// Runs `run` as this process's rank, with a rayon pool that includes the calling thread from then on. Call it once.
     ///
     /// # Errors
@@ -54,7 +37,8 @@ impl Session {
         E: Into<Box<dyn Error + Send + Sync>>,
         F: Fn(RankContext) -> Result<T, E>,
     {
-        let (rank, world_size, threads) = (self.rank(), self.world_size(), options.threads_per_rank);
+        let (rank, world_size, threads) =
+            (self.group.rank(), self.group.world_size(), options.threads_per_rank);
         if threads == 0 {
             return Err(LaunchError::InvalidOptions { world_size, threads_per_rank: threads });
         }
@@ -67,6 +51,32 @@ impl Session {
             self.group.abort(&error.reason());
         }
         outcome
+    }
+}
+
+impl crate::comm::Session for Session {
+    fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.group.world_size()
+    }
+
+    fn local_size(&self) -> usize {
+        self.local_size
+    }
+
+    fn uses_mpi(&self) -> bool {
+        false
+    }
+
+    fn run_rank(&mut self, options: &LaunchOptions, run: RankMain<'_>) -> Result<(), LaunchError> {
+        self.run(options, |rank| run(&rank, rank.group.value_device()))
+    }
+
+    fn all_gather_bytes(&mut self, own: &[u8]) -> Result<Vec<Vec<u8>>, BoxedError> {
+        Ok(self.group.all_gather_varied(own)?)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Operations in progress on a GPU, and detection of their failure.
 
-use crate::comm::{CollectiveOp, CommError};
+use crate::comm::CommError;
+use crate::comm::diagnostics::OpLabel;
 use std::time::{Duration, Instant};
 
 /// The state of an operation, from the driver and from NCCL.
@@ -18,9 +19,7 @@ pub(super) trait Probe {
 /// An operation in progress.
 #[derive(Debug)]
 pub(super) struct Watched<P> {
-    pub(super) group: String,
-    pub(super) op: CollectiveOp,
-    pub(super) sequence: u64,
+    pub(super) label: OpLabel,
     /// The global rank.
     pub(super) rank: usize,
     /// Start of its time limit: when the GPU was seen to have reached it.
@@ -58,14 +57,7 @@ impl<P: Probe> Watched<P> {
     }
 
     fn failed(&self, reason: String) -> CommError {
-        CommError::Library {
-            library: "NCCL",
-            group: self.group.clone(),
-            op: self.op,
-            sequence: self.sequence,
-            rank: self.rank,
-            reason,
-        }
+        self.label.library_error("NCCL", self.rank, reason)
     }
 }
 
@@ -92,6 +84,8 @@ pub(super) fn inspect<P: Probe>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::CollectiveOp;
+    use crate::comm::diagnostics::tests::label;
 
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Fake {
@@ -120,9 +114,7 @@ mod tests {
 
     fn operations(probes: &[Fake]) -> Vec<Watched<Fake>> {
         let watched = |(index, probe): (usize, &Fake)| Watched {
-            group: "sp".into(),
-            op: CollectiveOp::AllToAll,
-            sequence: index as u64,
+            label: OpLabel { group: label("sp", &[5]), op: CollectiveOp::AllToAll, sequence: index as u64 },
             rank: 5,
             started: None,
             probe: *probe,
@@ -131,7 +123,7 @@ mod tests {
     }
 
     fn sequences(in_progress: &[Watched<Fake>]) -> Vec<u64> {
-        in_progress.iter().map(|operation| operation.sequence).collect()
+        in_progress.iter().map(|operation| operation.label.sequence).collect()
     }
 
     #[test]

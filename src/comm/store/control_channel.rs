@@ -2,7 +2,7 @@
 
 use super::{Departure, MAX_VALUE_BYTES, Store};
 use crate::comm::CommError;
-use crate::comm::diagnostics::ControlMessage;
+use crate::comm::diagnostics::{CallReport, ControlMessage};
 
 /// Length to which a failure reason that is too long is cut.
 const MAX_REASON_CHARS: usize = 2000;
@@ -97,8 +97,9 @@ fn encode_to_fit(rank: usize, message: &ControlMessage) -> Result<Vec<u8>, Strin
 /// Returns the newer half of a list of calls, or the beginning of a long reason.
 fn shortened(rank: usize, message: &ControlMessage) -> Option<ControlMessage> {
     match message {
-        ControlMessage::CallReport { calls, wait } if calls.len() > 1 => {
-            Some(ControlMessage::CallReport { calls: calls[calls.len() / 2..].to_vec(), wait: wait.clone() })
+        ControlMessage::CallReport(CallReport { calls, wait }) if calls.len() > 1 => {
+            let (calls, wait) = (calls[calls.len() / 2..].to_vec(), wait.clone());
+            Some(ControlMessage::CallReport(CallReport { calls, wait }))
         }
         ControlMessage::Failed(error) => {
             let reason = error.to_string();

@@ -2,17 +2,25 @@
 
 use super::communicator::{Communicator, Round, Stage};
 use super::peer_reader::PeerReader;
-use super::progress_engine::{Operation, Step};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
-use crate::comm::diagnostics::{Entry, Wait};
+use crate::comm::diagnostics::OpLabel;
+use crate::comm::progress_engine::{Operation, Progress};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
-use crate::comm::{CallSignature, CommError, Elements};
+use crate::comm::{CallSignature, CommError, Elements, Membership};
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
 use ulysses_kernels::device::Fence;
 
-/// The result of a split: the new group and this rank's rank in it.
-pub(super) type SplitResult = Arc<OnceLock<(Arc<Communicator>, usize)>>;
+/// The result of a split.
+pub(super) type SplitResult = Arc<OnceLock<Child>>;
+
+/// A group that a split creates.
+#[derive(Debug)]
+pub(super) struct Child {
+    pub(super) comm: Arc<Communicator>,
+    /// This rank's rank in it.
+    pub(super) rank: usize,
+}
 
 /// A collective that this rank has published.
 #[derive(Debug)]
@@ -20,7 +28,7 @@ pub(super) struct Collective {
     comm: Arc<Communicator>,
     round: Arc<Round>,
     rank: usize,
-    sequence: u64,
+    label: OpLabel,
     call: CallSignature,
     outputs: Vec<Tensor>,
     published: Vec<StorageId>,
@@ -56,19 +64,19 @@ impl Collective {
     pub(super) fn publish(
         comm: &Arc<Communicator>,
         rank: usize,
-        sequence: u64,
+        label: OpLabel,
         call: CallSignature,
         buffers: Buffers,
         split: SplitResult,
     ) -> Self {
         let Buffers { inputs, outputs, device, fence } = buffers;
-        let round = comm.round(sequence);
+        let round = comm.round(label.sequence);
         let published = inputs.iter().map(StorageId::of).collect();
-        comm.count_call(rank, call.op());
+        comm.count_call(rank, label.op);
         round.post(rank, call.clone(), inputs, fence);
         comm.notify();
         let (comm, reached, result) = (comm.clone(), Stage::Posted, None);
-        Self { comm, round, rank, sequence, call, outputs, published, device, reached, result, split }
+        Self { comm, round, rank, label, call, outputs, published, device, reached, result, split }
     }
 
     fn reach(&mut self, stage: Stage) -> Result<(), CommError> {
@@ -85,12 +93,12 @@ impl Collective {
     }
 
     fn peer_reader(&self) -> PeerReader<'_> {
-        PeerReader { comm: &self.comm, round: &self.round, rank: self.rank, op: self.call.op() }
+        PeerReader { comm: &self.comm, round: &self.round, rank: self.rank, op: self.label.op }
     }
 
     /// Moves this rank's data once all ranks have posted, and marks the stage that is then reached.
     fn pull_and_mark(&mut self, published: &[StorageId]) -> Result<(), CommError> {
-        self.round.compare(&self.comm, self.sequence)?;
+        self.round.compare(&self.label)?;
         self.wait_fences()?;
         let stage = self.pull(published)?;
         self.reach(stage)
@@ -163,28 +171,16 @@ impl Collective {
     /// Finds or creates the group of this rank's color.
     fn join_child(&self) -> Result<(), CommError> {
         let CallSignature::Split { name, color: Some(color), .. } = &self.call else { return Ok(()) };
-        let mut members: Vec<(usize, usize)> = Vec::new();
-        for rank in 0..self.comm.world_size() {
-            if let CallSignature::Split { color: theirs, key, .. } = self.round.posting_of(rank)?.call
-                && theirs == Some(*color)
-            {
-                members.push((key, rank));
-            }
-        }
-        members.sort_unstable();
-        let child_rank = members.iter().position(|&(_, rank)| rank == self.rank).unwrap_or(0);
-        let child = self
-            .round
-            .children
-            .lock()
-            .entry(*color)
-            .or_insert_with(|| {
-                let global_ranks = members.iter().map(|&(_, rank)| self.comm.global_ranks[rank]).collect();
-                Arc::new(Communicator::new(name, self.comm.world.clone(), global_ranks))
-            })
-            .clone();
+        let places = (0..self.comm.world_size())
+            .map(|rank| Ok(self.round.posting_of(rank)?.call.split_place()))
+            .collect::<Result<Vec<_>, CommError>>()?;
+        let own = Membership { group: self.comm.label.clone(), rank: self.rank };
+        let Membership { group, rank } = own.after_split(name, *color, places);
+        let mut children = self.round.children.lock();
+        let create = || Arc::new(Communicator::new(group, self.comm.world.clone()));
+        let comm = children.entry(*color).or_insert_with(create).clone();
         // A split is pulled once, so the cell is empty.
-        let _ = self.split.set((child, child_rank));
+        let _ = self.split.set(Child { comm, rank });
         Ok(())
     }
 
@@ -195,22 +191,26 @@ impl Collective {
         }
         self.round.posting_of(self.rank)?.inputs.write().clear();
         self.round.slots[self.rank].reduced.write().take();
-        self.comm.release(self.sequence);
+        self.comm.release(self.label.sequence);
         Ok(())
     }
 }
 
 impl Operation for Collective {
-    fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError> {
+    fn label(&self) -> &OpLabel {
+        &self.label
+    }
+
+    fn advance(&mut self, published: &[StorageId]) -> Result<Progress, CommError> {
         if self.reached == Stage::Posted {
             if !self.round.all_at(Stage::Posted) {
-                return Ok(Step::Blocked);
+                return Ok(Progress::Blocked);
             }
             self.pull_and_mark(published)?;
         }
         if self.reached == Stage::Reduced {
             if !self.round.all_at(Stage::Reduced) {
-                return Ok(Step::Blocked);
+                return Ok(Progress::Blocked);
             }
             self.wait_fences()?;
             if let CallSignature::AllReduce { elements, .. } | CallSignature::Reduce { elements, .. } =
@@ -223,13 +223,13 @@ impl Operation for Collective {
         }
         // A rank without published tensors need not wait for ranks that are still reading.
         if !self.published.is_empty() && !self.round.all_at(Stage::Done) {
-            return Ok(Step::WaitingForPeers);
+            return Ok(Progress::WaitingForPeers);
         }
         if !self.published.is_empty() {
             self.wait_fences()?;
         }
         self.finish()?;
-        Ok(Step::Complete)
+        Ok(Progress::Complete)
     }
 
     fn pull_exchange(&mut self, published: &[StorageId]) -> Result<bool, CommError> {
@@ -248,17 +248,7 @@ impl Operation for Collective {
         &self.published
     }
 
-    fn wait(&self) -> Wait {
-        Wait {
-            group: self.comm.label.clone(),
-            op: self.call.op(),
-            sequence: self.sequence,
-            missing: self.round.missing(self.reached).map(|rank| self.comm.global_ranks[rank]).collect(),
-        }
-    }
-
-    fn entry(&self, id: u64) -> Entry {
-        let (group, call) = (self.comm.label.clone(), self.call.clone());
-        Entry { id, group, sequence: self.sequence, call, is_complete: false }
+    fn missing(&self) -> Vec<usize> {
+        self.round.missing(self.reached).map(|rank| self.comm.global_rank(rank)).collect()
     }
 }

@@ -2,28 +2,25 @@
 
 use super::mailbox::Mailbox;
 use super::world::ThreadWorld;
-use crate::comm::diagnostics::{GroupLabel, compare};
-use crate::comm::{CallSignature, CollectiveOp, CommError, GroupStats, OpStats};
+use crate::comm::diagnostics::{OpLabel, compare};
+use crate::comm::stats::TrafficCounter;
+use crate::comm::{CallSignature, CollectiveOp, CommError, GroupLabel, GroupStats};
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 use ulysses_kernels::device::Fence;
 
 /// A group, as shared by all its ranks.
 #[derive(Debug)]
 pub(super) struct Communicator {
-    pub(super) name: String,
     pub(super) label: Arc<GroupLabel>,
     pub(super) world: Arc<ThreadWorld>,
-    pub(super) global_ranks: Vec<usize>,
     pub(super) mailbox: Mailbox,
     rounds: Mutex<Rounds>,
-    /// `counters[rank][op]`
-    counters: Box<[[Counters; CollectiveOp::ALL.len()]]>,
-    /// Bytes that each rank has sent to each other, row-major.
-    sent: Box<[AtomicU64]>,
+    /// The traffic of each rank.
+    traffic: Box<[Mutex<TrafficCounter>]>,
 }
 
 /// The operations in progress, as a queue, since they complete in order.
@@ -35,11 +32,11 @@ struct Rounds {
     queue: VecDeque<(Arc<Round>, usize)>,
 }
 
-#[derive(Debug, Default)]
-struct Counters {
-    calls: AtomicU64,
-    bytes_sent: AtomicU64,
-    bytes_received: AtomicU64,
+/// A rank that sends or receives, and its own operation: those of a message differ.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TransferEnd {
+    pub(super) rank: usize,
+    pub(super) op: CollectiveOp,
 }
 
 /// The state of one collective: a slot for every rank.
@@ -84,26 +81,29 @@ pub(super) enum Stage {
 }
 
 impl Communicator {
-    pub(super) fn new(name: &str, world: Arc<ThreadWorld>, global_ranks: Vec<usize>) -> Self {
-        let ranks = global_ranks.len();
-        Self {
-            name: name.to_owned(),
-            label: Arc::new(GroupLabel { name: name.to_owned(), members: global_ranks.clone() }),
-            world,
-            global_ranks,
-            mailbox: Mailbox::new(ranks),
-            rounds: Mutex::default(),
-            counters: (0..ranks).map(|_| Default::default()).collect(),
-            sent: (0..ranks * ranks).map(|_| AtomicU64::default()).collect(),
-        }
+    pub(super) fn new(label: Arc<GroupLabel>, world: Arc<ThreadWorld>) -> Self {
+        let ranks = label.members.len();
+        let traffic = (0..ranks).map(|_| Mutex::new(TrafficCounter::new(ranks))).collect();
+        Self { label, world, mailbox: Mailbox::new(ranks), rounds: Mutex::default(), traffic }
     }
 
     pub(super) fn world_size(&self) -> usize {
-        self.global_ranks.len()
+        self.label.members.len()
     }
 
+    /// The global rank of a member.
+    pub(super) fn global_rank(&self, rank: usize) -> usize {
+        self.label.members[rank]
+    }
+
+    /// Wakes all members.
     pub(super) fn notify(&self) {
-        self.world.notify(&self.global_ranks);
+        self.world.notify(&self.label.members);
+    }
+
+    /// Wakes one member.
+    pub(super) fn notify_rank(&self, rank: usize) {
+        self.world.notify(&[self.global_rank(rank)]);
     }
 
     /// Returns the round of a sequence number. The first rank to ask creates it.
@@ -136,35 +136,24 @@ impl Communicator {
     }
 
     pub(super) fn count_call(&self, rank: usize, op: CollectiveOp) {
-        if self.world_size() > 1 {
-            self.counters[rank][op as usize].calls.fetch_add(1, Ordering::Relaxed);
-        }
+        self.traffic[rank].lock().call(op);
     }
 
-    /// Counts bytes that `to` copied from `from`, each under the name of its own
-    /// operation (send and recv). Copies within a rank are not counted.
-    pub(super) fn count_bytes(&self, from: (usize, CollectiveOp), to: (usize, CollectiveOp), bytes: usize) {
-        if from.0 != to.0 {
-            self.counters[from.0][from.1 as usize].bytes_sent.fetch_add(bytes as u64, Ordering::Relaxed);
-            self.counters[to.0][to.1 as usize].bytes_received.fetch_add(bytes as u64, Ordering::Relaxed);
-            self.sent[from.0 * self.world_size() + to.0].fetch_add(bytes as u64, Ordering::Relaxed);
+    /// Counts bytes that `to` copied from `from`. Copies within a rank are not counted.
+    pub(super) fn count_bytes(&self, from: TransferEnd, to: TransferEnd, bytes: usize) {
+        if from.rank != to.rank {
+            self.traffic[from.rank].lock().sent(from.op, to.rank, bytes as u64);
+            self.traffic[to.rank].lock().received(to.op, bytes as u64);
         }
     }
 
     /// Bytes that `rank` has sent to each member.
     pub(super) fn sent_to(&self, rank: usize) -> Vec<u64> {
-        let row = &self.sent[rank * self.world_size()..][..self.world_size()];
-        row.iter().map(|bytes| bytes.load(Ordering::Relaxed)).collect()
+        self.traffic[rank].lock().sent_to()
     }
 
     pub(super) fn stats(&self, rank: usize) -> GroupStats {
-        let load = |counters: &Counters| OpStats {
-            calls: counters.calls.load(Ordering::Relaxed),
-            bytes_sent: counters.bytes_sent.load(Ordering::Relaxed),
-            bytes_received: counters.bytes_received.load(Ordering::Relaxed),
-        };
-        let all = CollectiveOp::ALL.iter().map(|&op| (op, load(&self.counters[rank][op as usize])));
-        GroupStats { ops: all.filter(|(_, stats)| *stats != OpStats::default()).collect() }
+        self.traffic[rank].lock().stats()
     }
 }
 
@@ -214,10 +203,10 @@ impl Round {
     }
 
     /// Compares the calls of all ranks.
-    pub(super) fn compare(&self, comm: &Communicator, sequence: u64) -> Result<(), CommError> {
+    pub(super) fn compare(&self, label: &OpLabel) -> Result<(), CommError> {
         let postings = (0..self.slots.len()).map(|rank| self.posting_of(rank).map(|posting| &posting.call));
-        compare(&postings.collect::<Result<Vec<_>, _>>()?)
-            .map_err(|divergence| divergence.error_in(&comm.label, sequence))
+        let calls = postings.collect::<Result<Vec<_>, _>>()?;
+        compare(&calls).map_err(|divergence| divergence.error_in(label))
     }
 }
 

@@ -1,13 +1,15 @@
 //! [`ProcessGroup`] in the memory of one process.
 
-use super::collective::{Buffers, Collective, SplitResult};
+use super::collective::{Buffers, Child, Collective, SplitResult};
 use super::communicator::Communicator;
 use super::mailbox::{RecvOperation, SendOperation};
-use super::progress_engine::{Operation, RankState};
 use super::progress_lane;
+use super::rank_state::RankState;
 use crate::comm::buffer::copy_if_shared;
+use crate::comm::diagnostics::OpLabel;
 use crate::comm::ordered_channel::{ChannelKind, OrderedChannel, Sequences};
-use crate::comm::{Call, CallSignature, CommError, GroupStats, Pending, ProcessGroup};
+use crate::comm::progress_engine::Operation;
+use crate::comm::{Call, CallSignature, CommError, GroupStats, Membership, Pending, ProcessGroup};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
@@ -18,14 +20,15 @@ use ulysses_kernels::device::Fence;
 pub(super) struct ThreadGroup {
     state: Arc<RankState>,
     comm: Arc<Communicator>,
-    rank: usize,
+    membership: Membership,
     sequences: Mutex<Sequences>,
 }
 
 impl ThreadGroup {
     pub(super) fn new(state: Arc<RankState>, comm: Arc<Communicator>, rank: usize) -> Self {
         let sequences = Mutex::new(Sequences::new(comm.world_size()));
-        Self { state, comm, rank, sequences }
+        let membership = Membership { group: comm.label.clone(), rank };
+        Self { state, comm, membership, sequences }
     }
 
     /// Publishes a collective with checked arguments.
@@ -37,19 +40,22 @@ impl ThreadGroup {
         split: SplitResult,
     ) -> Result<Pending, CommError> {
         let buffers = Buffers::new(inputs, outputs.to_vec())?;
-        self.issue(ChannelKind::Collectives, |sequence| {
-            Box::new(Collective::publish(&self.comm, self.rank, sequence, call, buffers, split))
+        self.issue(ChannelKind::Collectives, call.clone(), |label| {
+            Box::new(Collective::publish(&self.comm, self.membership.rank, label, call, buffers, split))
         })
     }
 
     fn issue(
         &self,
         kind: ChannelKind,
-        publish: impl FnOnce(u64) -> Box<dyn Operation>,
+        call: CallSignature,
+        publish: impl FnOnce(OpLabel) -> Box<dyn Operation>,
     ) -> Result<Pending, CommError> {
         self.state.world.check()?;
         let channel = OrderedChannel { group: Arc::as_ptr(&self.comm).addr(), kind };
-        let id = self.state.issue(channel, || publish(self.sequences.lock().next(kind)));
+        let (group, op) = (self.comm.label.clone(), call.op());
+        let label = || OpLabel { group, op, sequence: self.sequences.lock().next(kind) };
+        let id = self.state.issue(channel, call, || publish(label()));
         if self.comm.world_size() == 1 && kind == ChannelKind::Collectives {
             // There is no peer to wait for.
             self.state.complete(id)?;
@@ -59,24 +65,14 @@ impl ThreadGroup {
         Ok(Pending::new(
             move || polling.is_complete(id),
             move || completing.complete(id),
-            move |error| {
-                failing.fail(CommError::PeerFailed { rank: failing.global_rank, reason: error.to_string() });
-            },
+            move |error| failing.abort(error.to_string()),
         ))
     }
 }
 
 impl ProcessGroup for ThreadGroup {
-    fn name(&self) -> &str {
-        &self.comm.name
-    }
-
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        &self.comm.global_ranks
+    fn membership(&self) -> &Membership {
+        &self.membership
     }
 
     fn check(&self) -> Result<(), CommError> {
@@ -94,21 +90,21 @@ impl ProcessGroup for ThreadGroup {
 
     fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
         call.check(self)?;
-        let Call { signature, inputs, outputs } = call;
+        let (Call { signature, inputs, outputs }, rank) = (call, self.membership.rank);
         let (inputs, outputs) = match signature {
             CallSignature::Send { dst, .. } => {
                 let fence = Fence::after(inputs[0].device())?;
-                return self.issue(ChannelKind::SendTo(dst), |sequence| {
-                    Box::new(SendOperation::publish(&self.comm, self.rank, dst, sequence, &inputs[0], fence))
+                return self.issue(ChannelKind::SendTo(dst), signature, |label| {
+                    Box::new(SendOperation::publish(&self.comm, rank, dst, label, &inputs[0], fence))
                 });
             }
             CallSignature::Recv { src, .. } => {
-                return self.issue(ChannelKind::RecvFrom(src), |sequence| {
-                    Box::new(RecvOperation::new(&self.comm, self.rank, src, sequence, &outputs[0]))
+                return self.issue(ChannelKind::RecvFrom(src), signature, |label| {
+                    Box::new(RecvOperation::new(&self.comm, rank, src, label, &outputs[0]))
                 });
             }
             CallSignature::AllReduce { .. } | CallSignature::Reduce { .. } => (inputs.to_vec(), outputs),
-            CallSignature::Broadcast { root, .. } if root == self.rank => (inputs.to_vec(), &[][..]),
+            CallSignature::Broadcast { root, .. } if root == rank => (inputs.to_vec(), &[][..]),
             CallSignature::Broadcast { .. } => (Vec::new(), outputs),
             _ => {
                 // Peers read the inputs while the outputs are being written.
@@ -128,20 +124,19 @@ impl ProcessGroup for ThreadGroup {
         let result: SplitResult = Arc::new(OnceLock::new());
         let call = CallSignature::Split { name: name.into(), color, key };
         self.publish(call, Vec::new(), &[], result.clone())?.wait()?;
-        let Some((comm, rank)) = result.get() else { return Ok(None) };
+        let Some(Child { comm, rank }) = result.get() else { return Ok(None) };
         Ok(Some(Arc::new(ThreadGroup::new(self.state.clone(), comm.clone(), *rank))))
     }
 
     fn stats(&self) -> GroupStats {
-        self.comm.stats(self.rank)
+        self.comm.stats(self.membership.rank)
     }
 
     fn sent_to(&self) -> Vec<u64> {
-        self.comm.sent_to(self.rank)
+        self.comm.sent_to(self.membership.rank)
     }
 
     fn abort(&self, reason: &str) {
-        let rank = self.state.global_rank;
-        self.state.fail(CommError::PeerFailed { rank, reason: reason.to_owned() });
+        self.state.abort(reason.to_owned());
     }
 }

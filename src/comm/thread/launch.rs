@@ -2,10 +2,10 @@
 
 use super::communicator::Communicator;
 use super::group::ThreadGroup;
-use super::progress_engine::RankState;
+use super::rank_state::RankState;
 use super::world::ThreadWorld;
-use crate::comm::CommError;
 use crate::comm::launch::{LaunchError, LaunchOptions, RankContext, run_rank};
+use crate::comm::{CommError, GroupLabel};
 use std::error::Error;
 use std::num::NonZero;
 use std::sync::Arc;
@@ -34,7 +34,8 @@ where
     let mut world = ThreadWorld::new(world_size, options.timeout);
     world.has_free_core = world_size.saturating_mul(threads_per_rank) < cores;
     let world = Arc::new(world);
-    let comm = Arc::new(Communicator::new(&options.name, world.clone(), (0..world_size).collect()));
+    let label = Arc::new(GroupLabel { name: options.name.clone(), members: (0..world_size).collect() });
+    let comm = Arc::new(Communicator::new(label, world.clone()));
     let rank_main = |rank: usize| {
         let state = Arc::new(RankState::new(rank, world.clone()));
         let group = Arc::new(ThreadGroup::new(state, comm.clone(), rank));

@@ -1,10 +1,10 @@
 //! Messages between two ranks of a group.
 
-use super::communicator::{Communicator, free_after};
-use super::progress_engine::{Operation, Step};
+use super::communicator::{Communicator, TransferEnd, free_after};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
-use crate::comm::diagnostics::{Entry, Wait, compare_message};
-use crate::comm::{CallSignature, CollectiveOp, CommError, Elements};
+use crate::comm::diagnostics::{OpLabel, compare_message};
+use crate::comm::progress_engine::{Operation, Progress};
+use crate::comm::{CollectiveOp, CommError, Elements};
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
 use std::collections::VecDeque;
@@ -55,9 +55,8 @@ impl Mailbox {
 pub(super) struct SendOperation {
     comm: Arc<Communicator>,
     dst: usize,
-    sequence: u64,
+    label: OpLabel,
     message: Arc<Message>,
-    elements: Elements,
     published: [StorageId; 1],
     device: Device,
 }
@@ -68,44 +67,42 @@ impl SendOperation {
         comm: &Arc<Communicator>,
         rank: usize,
         dst: usize,
-        sequence: u64,
+        label: OpLabel,
         tensor: &Tensor,
         sent: Option<Fence>,
     ) -> Self {
         let (taken, copied) = (AtomicBool::new(false), Mutex::default());
         let message = Arc::new(Message { tensor: RwLock::new(Some(tensor.clone())), sent, taken, copied });
-        comm.count_call(rank, CollectiveOp::Send);
+        comm.count_call(rank, label.op);
         comm.mailbox.queue(rank, dst).lock().push_back(message.clone());
-        comm.world.notify(&comm.global_ranks[dst..=dst]);
+        comm.notify_rank(dst);
         let (published, device) = ([StorageId::of(tensor)], tensor.device().clone());
-        Self { comm: comm.clone(), dst, sequence, message, elements: Elements::of(tensor), published, device }
+        Self { comm: comm.clone(), dst, label, message, published, device }
     }
 }
 
 impl Operation for SendOperation {
-    fn advance(&mut self, _published: &[StorageId]) -> Result<Step, CommError> {
+    fn label(&self) -> &OpLabel {
+        &self.label
+    }
+
+    fn advance(&mut self, _published: &[StorageId]) -> Result<Progress, CommError> {
         if !self.message.taken.load(Ordering::SeqCst) {
-            return Ok(Step::WaitingForPeers);
+            return Ok(Progress::WaitingForPeers);
         }
         if let Some(copied) = &*self.message.copied.lock() {
             copied.hold(&self.device)?;
         }
         self.message.tensor.write().take();
-        Ok(Step::Complete)
+        Ok(Progress::Complete)
     }
 
     fn published(&self) -> &[StorageId] {
         &self.published
     }
 
-    fn wait(&self) -> Wait {
-        let (group, missing) = (self.comm.label.clone(), vec![self.comm.global_ranks[self.dst]]);
-        Wait { group, op: CollectiveOp::Send, sequence: self.sequence, missing }
-    }
-
-    fn entry(&self, id: u64) -> Entry {
-        let call = CallSignature::Send { elements: self.elements, dst: self.dst };
-        Entry { id, group: self.comm.label.clone(), sequence: self.sequence, call, is_complete: false }
+    fn missing(&self) -> Vec<usize> {
+        vec![self.comm.global_rank(self.dst)]
     }
 }
 
@@ -115,7 +112,7 @@ pub(super) struct RecvOperation {
     comm: Arc<Communicator>,
     rank: usize,
     src: usize,
-    sequence: u64,
+    label: OpLabel,
     output: Tensor,
     has_data: bool,
 }
@@ -125,13 +122,13 @@ impl RecvOperation {
         comm: &Arc<Communicator>,
         rank: usize,
         src: usize,
-        sequence: u64,
+        label: OpLabel,
         output: &Tensor,
     ) -> Self {
-        comm.count_call(rank, CollectiveOp::Recv);
+        comm.count_call(rank, label.op);
         // The message may be here already: this wakes a thread that moves data in the background.
-        comm.world.notify(&comm.global_ranks[rank..=rank]);
-        Self { comm: comm.clone(), rank, src, sequence, output: output.clone(), has_data: false }
+        comm.notify_rank(rank);
+        Self { comm: comm.clone(), rank, src, label, output: output.clone(), has_data: false }
     }
 
     /// Takes the next message, if it has been sent. Returns whether the data is here.
@@ -150,7 +147,7 @@ impl RecvOperation {
         }
         *message.copied.lock() = Fence::after(self.output.device())?;
         message.taken.store(true, Ordering::SeqCst);
-        self.comm.world.notify(&self.comm.global_ranks[self.src..=self.src]);
+        self.comm.notify_rank(self.src);
         self.has_data = true;
         Ok(true)
     }
@@ -158,7 +155,7 @@ impl RecvOperation {
     fn take(&self, tensor: &Tensor, published: &[StorageId]) -> Result<(), CommError> {
         let (sent, expected) = (Elements::of(tensor), Elements::of(&self.output));
         compare_message(self.src, sent, self.rank, expected)
-            .map_err(|divergence| divergence.error_in(&self.comm.label, self.sequence))?;
+            .map_err(|divergence| divergence.error_in(&self.label))?;
         if published.contains(&StorageId::of(&self.output)) {
             // Peers are reading the output's storage: see `Collective::targets`.
             let between = copy_of(&self.output)?;
@@ -168,31 +165,26 @@ impl RecvOperation {
             copy_into(tensor, &self.output)?;
         }
         let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
-        self.comm.count_bytes((self.src, CollectiveOp::Send), (self.rank, CollectiveOp::Recv), bytes);
+        let from = TransferEnd { rank: self.src, op: CollectiveOp::Send };
+        self.comm.count_bytes(from, TransferEnd { rank: self.rank, op: CollectiveOp::Recv }, bytes);
         Ok(())
     }
 }
 
 impl Operation for RecvOperation {
-    fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError> {
-        Ok(if self.receive(published)? { Step::Complete } else { Step::Blocked })
+    fn label(&self) -> &OpLabel {
+        &self.label
+    }
+
+    fn advance(&mut self, published: &[StorageId]) -> Result<Progress, CommError> {
+        Ok(if self.receive(published)? { Progress::Complete } else { Progress::Blocked })
     }
 
     fn pull_exchange(&mut self, published: &[StorageId]) -> Result<bool, CommError> {
         Ok(self.output.device().is_cpu() && self.receive(published)?)
     }
 
-    fn published(&self) -> &[StorageId] {
-        &[]
-    }
-
-    fn wait(&self) -> Wait {
-        let (group, missing) = (self.comm.label.clone(), vec![self.comm.global_ranks[self.src]]);
-        Wait { group, op: CollectiveOp::Recv, sequence: self.sequence, missing }
-    }
-
-    fn entry(&self, id: u64) -> Entry {
-        let call = CallSignature::Recv { elements: Elements::of(&self.output), src: self.src };
-        Entry { id, group: self.comm.label.clone(), sequence: self.sequence, call, is_complete: false }
+    fn missing(&self) -> Vec<usize> {
+        vec![self.comm.global_rank(self.src)]
     }
 }

@@ -9,8 +9,8 @@ mod group;
 mod launch;
 mod mailbox;
 mod peer_reader;
-mod progress_engine;
 mod progress_lane;
+mod rank_state;
 mod signal;
 #[cfg(test)]
 mod tests;

@@ -4,11 +4,9 @@
 //! Locks: a peer's tensor is locked for reading only while its elements are copied,
 //! and these are the last locks taken. No rank waits for another meanwhile.
 
-use super::communicator::{Communicator, Round};
+use super::communicator::{Communicator, Round, TransferEnd};
 use crate::comm::traffic::all_reduce_chunk;
-use crate::comm::{
-    CallSignature, CollectiveOp, CommError, RecvBlock, ReduceOp, StridedBlock, StridedPlan, reduce,
-};
+use crate::comm::{CallSignature, CollectiveOp, CommError, ReduceOp, StridedBlock, StridedPlan, reduce};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
@@ -41,7 +39,8 @@ impl PeerReader<'_> {
     /// Counts the bytes copied from a peer.
     fn moved(&self, peer: usize, elements: usize, like: &Tensor) {
         let bytes = elements * like.dtype().size_in_bytes();
-        self.comm.count_bytes((peer, self.op), (self.rank, self.op), bytes);
+        let end = |rank| TransferEnd { rank, op: self.op };
+        self.comm.count_bytes(end(peer), end(self.rank), bytes);
     }
 
     /// Copies from the peers' inputs into `outputs`, in the order of `pulls`. On a
@@ -149,12 +148,8 @@ impl PeerReader<'_> {
                     "rank {peer} of the group has posted a different call"
                 )));
             };
-            let copy = |(from, recv): (&StridedBlock, &RecvBlock)| {
-                let RecvBlock { block, accumulate } = recv;
-                BlockCopy { from: from.clone(), to: block.clone(), accumulate: *accumulate }
-            };
-            pulls
-                .push(Pull { peer, copies: theirs.send[self.rank].iter().zip(received).map(copy).collect() });
+            let blocks = theirs.send[self.rank].iter().zip(received);
+            pulls.push(Pull { peer, copies: blocks.map(|(from, to)| to.copy_from(from.clone())).collect() });
         }
         self.pull(pulls, outputs)
     }

@@ -3,7 +3,7 @@
 //! It moves data and completes nothing: the rank's own thread frees what it has allocated, so memory can be counted
 //! by thread.
 
-use super::progress_engine::RankState;
+use super::rank_state::RankState;
 use crate::comm::CommError;
 use std::sync::{Arc, Weak};
 use std::thread::Builder;

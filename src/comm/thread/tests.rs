@@ -2,10 +2,11 @@
 
 use super::communicator::Communicator;
 use super::group::ThreadGroup;
-use super::progress_engine::RankState;
 use super::progress_lane;
+use super::rank_state::RankState;
 use super::world::ThreadWorld;
 use super::{LaunchError, LaunchOptions, launch};
+use crate::comm::diagnostics::tests::label;
 use crate::comm::{
     Call, CommError, Pending, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan,
 };
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 #[test]
 fn rounds_are_freed_as_they_complete() {
     let world = Arc::new(ThreadWorld::new(3, Duration::from_secs(20)));
-    let comm = Arc::new(Communicator::new("world", world.clone(), vec![0, 1, 2]));
+    let comm = Arc::new(Communicator::new(label("world", &[0, 1, 2]), world.clone()));
     let rank_main = |rank: usize| {
         let group = ThreadGroup::new(Arc::new(RankState::new(rank, world.clone())), comm.clone(), rank);
         let (small, large) =
@@ -42,7 +43,7 @@ fn rounds_are_freed_as_they_complete() {
 #[test]
 fn a_lane_moves_the_data_of_exchanges_while_their_ranks_compute() {
     let world = Arc::new(ThreadWorld::new(2, Duration::from_secs(20)));
-    let comm = Arc::new(Communicator::new("world", world.clone(), vec![0, 1]));
+    let comm = Arc::new(Communicator::new(label("world", &[0, 1]), world.clone()));
     let rank_main = |rank: usize| {
         let state = Arc::new(RankState::new(rank, world.clone()));
         progress_lane::start(&state)?;

@@ -1,8 +1,8 @@
 //! State shared by all ranks and groups of one launch: the failure and the signals.
 
 use super::signal::Signal;
-use crate::comm::CommError;
-use crate::comm::diagnostics::{Entry, FlightRecorder, HangReport, Wait};
+use crate::comm::diagnostics::{CallReport, FlightRecorder, HangReport, OpLabel, Wait};
+use crate::comm::{CallSignature, CommError};
 use parking_lot::Mutex;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -71,9 +71,9 @@ impl ThreadWorld {
         self.failure().map_or(Ok(()), |failure| Err(failure.error.clone()))
     }
 
-    /// Records a call of a rank.
-    pub(super) fn record(&self, rank: usize, entry: Entry) {
-        self.recorders[rank].lock().record(entry);
+    /// Records a call of a rank. Returns its number.
+    pub(super) fn record(&self, rank: usize, label: OpLabel, call: CallSignature) -> u64 {
+        self.recorders[rank].lock().record(label, call)
     }
 
     /// Marks an operation of a rank as complete.
@@ -90,7 +90,7 @@ impl ThreadWorld {
     pub(super) fn hang_report(&self) -> HangReport {
         let mut report = HangReport::default();
         for (rank, (recorder, wait)) in self.recorders.iter().zip(&self.waits).enumerate() {
-            report.note(rank, recorder.lock().report(), wait.lock().clone());
+            report.note(rank, CallReport { calls: recorder.lock().report(), wait: wait.lock().clone() });
         }
         report
     }

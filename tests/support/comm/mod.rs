@@ -20,8 +20,8 @@ use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use ulysses::comm::{
-    Call, CallSignature, CommError, GroupStats, LaunchError, LaunchOptions, Pending, ProcessGroup, launch,
-    pack_exchange_unpack,
+    Call, CallSignature, CommError, GroupStats, LaunchError, LaunchOptions, Membership, Pending,
+    ProcessGroup, launch, pack_exchange_unpack,
 };
 #[cfg(feature = "cuda")]
 use ulysses::device::DeviceKind;
@@ -162,16 +162,8 @@ impl Backend for Defaults {
 struct DefaultsOnly(Group);
 
 impl ProcessGroup for DefaultsOnly {
-    fn name(&self) -> &str {
-        self.0.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.0.global_ranks()
+    fn membership(&self) -> &Membership {
+        self.0.membership()
     }
 
     fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {

@@ -4,7 +4,7 @@ use super::{Backend, Group, Results, Wire, Work};
 use std::cell::RefCell;
 use std::time::Duration;
 use ulysses::comm::mpi::Session;
-use ulysses::comm::{CommError, LaunchError, LaunchOptions, ProcessGroupExt};
+use ulysses::comm::{CommError, LaunchError, LaunchOptions, ProcessGroupExt, Session as _};
 
 /// The processes of one job. A smaller world consists of the first processes.
 pub(crate) struct Mpi(RefCell<Session>);

@@ -1,11 +1,11 @@
 //! Tests of ranks that report their calls, connected on this machine.
 
 use super::*;
-use crate::comm::CollectiveOp;
-use crate::comm::diagnostics::GroupLabel;
+use crate::comm::diagnostics::OpLabel;
 use crate::comm::diagnostics::tests::{issued, label};
 use crate::comm::store::control_channel::tests::{connected, impatient};
 use crate::comm::store::tests::stores_hosted_by;
+use crate::comm::{CollectiveOp, GroupLabel};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -26,13 +26,14 @@ fn world() -> Arc<GroupLabel> {
 }
 
 /// The report of a rank that has issued these calls; all are in progress, in order.
-fn in_progress(calls: &[Call]) -> (Vec<EntryReport>, Option<Wait>) {
+fn in_progress(calls: &[Call]) -> CallReport {
     let wait = calls.first().map(|(group, sequence, _)| wait(group, *sequence));
-    (issued(calls).report(), wait)
+    CallReport { calls: issued(calls).report(), wait }
 }
 
 fn wait(group: &Arc<GroupLabel>, sequence: u64) -> Wait {
-    Wait { group: group.clone(), op: CollectiveOp::AllReduce, sequence, missing: Vec::new() }
+    let label = OpLabel { group: group.clone(), op: CollectiveOp::AllReduce, sequence };
+    Wait { label, missing: Vec::new() }
 }
 
 /// The calls of a rank in the group of all ranks; only the last is in progress.
@@ -48,10 +49,7 @@ fn stall_at(sequence: u64) -> Stall {
 }
 
 /// Rank 0 stalls; the other ranks answer with these reports.
-fn collect(
-    reported: Vec<(Vec<EntryReport>, Option<Wait>)>,
-    stall: &Stall,
-) -> (Option<CommError>, Option<String>) {
+fn collect(reported: Vec<CallReport>, stall: &Stall) -> (Option<CommError>, Option<String>) {
     let ends = channels(reported.len()).into_iter().enumerate();
     let mut ranks: Vec<_> = ends.map(|(rank, end)| ControlPlane::new(rank, reported.len(), end)).collect();
     let others = ranks.split_off(1);
@@ -66,7 +64,7 @@ fn collect(
                 }
             });
         }
-        let found = ranks[0].find_missing(stall, reported[0].0.clone());
+        let found = ranks[0].find_missing(stall, reported[0].calls.clone());
         done.store(true, std::sync::atomic::Ordering::Relaxed);
         let first_divergence = found.as_ref().and_then(|error| ranks[0].first_divergence(error));
         (found, first_divergence)
@@ -74,7 +72,7 @@ fn collect(
 }
 
 fn collect_from_all(calls: [&[&'static str]; 3], stall: &Stall) -> (Option<CommError>, Option<String>) {
-    collect(calls.map(|calls| (called(calls), None)).into(), stall)
+    collect(calls.map(|calls| CallReport { calls: called(calls), wait: None }).into(), stall)
 }
 
 #[test]
@@ -199,7 +197,7 @@ fn a_silent_rank_is_missing_and_a_failed_rank_is_the_reason() {
     let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
     // Rank 2 never polls; rank 1 has not failed yet.
     let history = &["barrier", "all_reduce"];
-    ends[0].send(&ControlMessage::CallReport { calls: called(history), wait: None });
+    ends[0].send(&ControlMessage::CallReport(CallReport { calls: called(history), wait: None }));
     let found = first.find_missing(&stall_at(1), called(history));
     assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [2]), "{found:?}");
     ends[0].send(&ControlMessage::Failed(error.clone()));
@@ -218,7 +216,7 @@ fn if_rank_0_does_not_answer_it_alone_is_blamed() {
     let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
     // Rank 1 answers to rank 0, which is alive but never polls, so it forwards nothing.
     let history = &["barrier", "all_reduce"];
-    ends[1].send(&ControlMessage::CallReport { calls: called(history), wait: None });
+    ends[1].send(&ControlMessage::CallReport(CallReport { calls: called(history), wait: None }));
     let found = last.find_missing(&stall_at(1), called(history));
     assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [0]), "{found:?}");
     let first_divergence = last.first_divergence(found.as_ref().unwrap());
@@ -230,7 +228,7 @@ fn if_a_launcher_forwards_nothing_no_rank_is_blamed() {
     let mut ends = channels_under_a_launcher(3);
     let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
     let history = &["barrier", "all_reduce"];
-    ends[2].send(&ControlMessage::CallReport { calls: called(history), wait: None });
+    ends[2].send(&ControlMessage::CallReport(CallReport { calls: called(history), wait: None }));
     assert_eq!(last.find_missing(&stall_at(1), called(history)), None);
 }
 

@@ -2,7 +2,8 @@
 
 use super::*;
 use crate::comm::CallSignature;
-use crate::comm::diagnostics::{Entry, FlightRecorder, GroupLabel};
+use crate::comm::GroupLabel;
+use crate::comm::diagnostics::{FlightRecorder, OpLabel};
 use crate::comm::store::tests::{capacity, connected_stores};
 use crate::comm::store::{Change, presence};
 use std::sync::Arc;
@@ -194,18 +195,18 @@ fn a_message_that_is_too_long_is_shortened() {
     ends[1].send(&failed(1, &"ü".repeat(MAX_VALUE_BYTES)));
     let group = Arc::new(GroupLabel { name: "world".into(), members: vec![0, 1] });
     let mut recorder = FlightRecorder::default();
-    for id in 0..64 {
+    for sequence in 0..64 {
         let counts: Arc<[usize]> = [1; 5_000].into();
         let call =
             CallSignature::AllToAll { dtype: candle_core::DType::F32, send: counts.clone(), recv: counts };
-        recorder.record(Entry { id, group: group.clone(), sequence: id, call, is_complete: false });
+        recorder.record(OpLabel { group: group.clone(), op: call.op(), sequence }, call);
     }
     let calls = recorder.report();
-    ends[1].send(&ControlMessage::CallReport { calls: calls.clone(), wait: None });
+    ends[1].send(&ControlMessage::CallReport(CallReport { calls: calls.clone(), wait: None }));
     let received = receive(&mut ends, 0, 2);
     let [
         (1, Received::Message(ControlMessage::Failed(error))),
-        (1, Received::Message(ControlMessage::CallReport { calls: newest, wait: None })),
+        (1, Received::Message(ControlMessage::CallReport(CallReport { calls: newest, wait: None }))),
     ] = &received[..]
     else {
         panic!("{} messages arrived", received.len());
