@@ -71,9 +71,7 @@ pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(),
     let dtype = call.element_type(&operands.named(), &outputs)?;
     match target {
         Target::Cpu => {
-            let (a_log, dt_bias) = (call.read(operands.a_log)?, call.read(operands.dt_bias)?);
-            with_element_type!(dtype, T => operands.on_cpu(call, [], |[a, b]: [&[T]; 2], []| {
-                let inputs = operands.inputs(a, b, &a_log, &dt_bias);
+            with_element_type!(dtype, T => operands.on_cpu(call, [], |inputs: cpu::Inputs<'_, T>, []| {
                 call.on_cpu([], [g, beta], |[], [g, beta]| cpu::forward(&inputs, g, beta))
             })?)
         }
@@ -119,16 +117,13 @@ pub fn backward(
     let dtype = call.element_type(&elements, &f32s)?;
     match target {
         Target::Cpu => {
-            let (a_log, dt_bias) = (call.read(operands.a_log)?, call.read(operands.dt_bias)?);
             let (dg, dbeta) = (call.read(dg)?, call.read(dbeta)?);
             let mut partials = Vec::new();
             with_element_type!(dtype, T => match db {
-                Some(db) => operands.on_cpu(call, [da, db], |[a, b]: [&[T]; 2], [da, db]| {
-                    let inputs = operands.inputs(a, b, &a_log, &dt_bias);
+                Some(db) => operands.on_cpu(call, [da, db], |inputs: cpu::Inputs<'_, T>, [da, db]| {
                     partials = cpu::backward(&inputs, &dg, &dbeta, da, Some(db));
                 }),
-                None => operands.on_cpu(call, [da], |[a, b]: [&[T]; 2], [da]| {
-                    let inputs = operands.inputs(a, b, &a_log, &dt_bias);
+                None => operands.on_cpu(call, [da], |inputs: cpu::Inputs<'_, T>, [da]| {
                     partials = cpu::backward(&inputs, &dg, &dbeta, da, None);
                 }),
             })?;
@@ -160,25 +155,19 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// Calls `work` with the elements of both projections, or twice those of the only one.
+    /// Calls `work` with the elements. Those of the only projection are opened twice.
     fn on_cpu<T: Float, R, const OUT: usize>(
         &self,
         call: ArgCheck,
         outputs: [&Tensor; OUT],
-        work: impl FnOnce([&[T]; 2], [&mut [T]; OUT]) -> R,
+        work: impl FnOnce(cpu::Inputs<'_, T>, [&mut [T]; OUT]) -> R,
     ) -> Result<R, OpError> {
-        call.on_cpu([self.a, self.b().unwrap_or(self.a)], outputs, work)
-    }
-
-    fn inputs<'b, T>(
-        &self,
-        a: &'b [T],
-        b: &'b [T],
-        a_log: &'b [f32],
-        dt_bias: &'b [f32],
-    ) -> cpu::Inputs<'b, T> {
-        let channels = dt_bias.len() / a_log.len().max(1);
-        cpu::Inputs { a, b: self.b().map(|_| b), limits: self.limits(), a_log, dt_bias, channels }
+        let (a_log, dt_bias) = (call.read(self.a_log)?, call.read(self.dt_bias)?);
+        call.on_cpu([self.a, self.b().unwrap_or(self.a)], outputs, |[a, b], outputs| {
+            let (b, channels) = (self.b().map(|_| b), dt_bias.len() / a_log.len().max(1));
+            let limits = self.limits();
+            work(cpu::Inputs { a, b, limits, a_log: &a_log, dt_bias: &dt_bias, channels }, outputs)
+        })
     }
 
     /// The bounds of softplus. It is at least 0.

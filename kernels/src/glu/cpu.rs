@@ -6,6 +6,31 @@ use crate::parallel::rows_per_block;
 use crate::simd::{Isa, exp, simd_kernel};
 use rayon::prelude::*;
 
+/// Defines the passes over a piece for each activation.
+macro_rules! pieces {
+    ($($activation:ident: $forward:ident, $backward:ident;)*) => {$(
+        simd_kernel! {
+            fn $forward<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
+                forward_piece::<S, $activation>(gate, up, y);
+            }
+        }
+        simd_kernel! {
+            fn $backward<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+                backward_piece::<S, $activation>(dy, gate, up, dgate, dup);
+            }
+        }
+    )*};
+}
+
+pieces! {
+    Silu: forward_silu, backward_silu;
+    GeluTanh: forward_gelu_tanh, backward_gelu_tanh;
+    Gelu: forward_gelu, backward_gelu;
+    SquaredRelu: forward_squared_relu, backward_squared_relu;
+    Sigmoid: forward_sigmoid, backward_sigmoid;
+    Identity: forward_identity, backward_identity;
+}
+
 pub(super) fn forward<T: Pieces>(activation: Activation, gate: &[T], up: &[T], y: &mut [T]) {
     let block = rows_per_block(y.len(), 1);
     let blocks = (gate.par_chunks(block), up.par_chunks(block), y.par_chunks_mut(block)).into_par_iter();
@@ -24,46 +49,10 @@ pub(super) fn forward<T: Pieces>(activation: Activation, gate: &[T], up: &[T], y
     });
 }
 
-simd_kernel! {
-    fn forward_silu<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
-        forward_piece::<S, Silu>(gate, up, y);
-    }
-}
-
-simd_kernel! {
-    fn forward_gelu_tanh<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
-        forward_piece::<S, GeluTanh>(gate, up, y);
-    }
-}
-
-simd_kernel! {
-    fn forward_gelu<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
-        forward_piece::<S, Gelu>(gate, up, y);
-    }
-}
-
-simd_kernel! {
-    fn forward_squared_relu<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
-        forward_piece::<S, SquaredRelu>(gate, up, y);
-    }
-}
-
-simd_kernel! {
-    fn forward_sigmoid<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
-        forward_piece::<S, Sigmoid>(gate, up, y);
-    }
-}
-
-simd_kernel! {
-    fn forward_identity<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
-        forward_piece::<S, Identity>(gate, up, y);
-    }
-}
-
 #[inline(always)]
 fn forward_piece<S: Isa, A: Activate>(gate: &[f32], up: &[f32], y: &mut [f32]) {
     for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
-        *y = A::at::<S>(*g).0 * u;
+        *y = A::at::<S>(*g).value * u;
     }
 }
 
@@ -99,42 +88,6 @@ pub(super) fn backward<T: Pieces>(
     });
 }
 
-simd_kernel! {
-    fn backward_silu<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
-        backward_piece::<S, Silu>(dy, gate, up, dgate, dup);
-    }
-}
-
-simd_kernel! {
-    fn backward_gelu_tanh<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
-        backward_piece::<S, GeluTanh>(dy, gate, up, dgate, dup);
-    }
-}
-
-simd_kernel! {
-    fn backward_gelu<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
-        backward_piece::<S, Gelu>(dy, gate, up, dgate, dup);
-    }
-}
-
-simd_kernel! {
-    fn backward_squared_relu<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
-        backward_piece::<S, SquaredRelu>(dy, gate, up, dgate, dup);
-    }
-}
-
-simd_kernel! {
-    fn backward_sigmoid<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
-        backward_piece::<S, Sigmoid>(dy, gate, up, dgate, dup);
-    }
-}
-
-simd_kernel! {
-    fn backward_identity<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
-        backward_piece::<S, Identity>(dy, gate, up, dgate, dup);
-    }
-}
-
 #[inline(always)]
 fn backward_piece<S: Isa, A: Activate>(
     dy: &[f32],
@@ -145,22 +98,27 @@ fn backward_piece<S: Isa, A: Activate>(
 ) {
     let inputs = dy.iter().zip(gate).zip(up);
     for ((((dy, g), u), dgate), dup) in inputs.zip(dgate).zip(dup) {
-        let (activated, derivative) = A::at::<S>(*g);
-        *dup = dy * activated;
-        *dgate = dy * u * derivative;
+        let Activated { value, slope } = A::at::<S>(*g);
+        *dup = dy * value;
+        *dgate = dy * u * slope;
     }
 }
 
-/// An activation, with its derivative.
+/// An activation's value and derivative.
+struct Activated {
+    value: f32,
+    slope: f32,
+}
+
 trait Activate {
-    fn at<S: Isa>(g: f32) -> (f32, f32);
+    fn at<S: Isa>(g: f32) -> Activated;
 }
 
 struct Silu;
 
 impl Activate for Silu {
     #[inline(always)]
-    fn at<S: Isa>(g: f32) -> (f32, f32) {
+    fn at<S: Isa>(g: f32) -> Activated {
         gated::<S>(g, g, 1.0)
     }
 }
@@ -176,7 +134,7 @@ const SATURATED: f32 = 12.0;
 
 impl Activate for GeluTanh {
     #[inline(always)]
-    fn at<S: Isa>(g: f32) -> (f32, f32) {
+    fn at<S: Isa>(g: f32) -> Activated {
         let clamped = g.clamp(-SATURATED, SATURATED);
         let z = SLOPE * clamped * S::mul_add(CUBIC * clamped, clamped, 1.0);
         gated::<S>(g, z, SLOPE * S::mul_add(3.0 * CUBIC * clamped, clamped, 1.0))
@@ -187,11 +145,12 @@ struct Gelu;
 
 impl Activate for Gelu {
     #[inline(always)]
-    fn at<S: Isa>(g: f32) -> (f32, f32) {
+    fn at<S: Isa>(g: f32) -> Activated {
         /// 1 / √(2π)
         const PEAK: f32 = 0.398_942_3;
         let cumulative = S::mul_add(0.5, erf::<S>(g * std::f32::consts::FRAC_1_SQRT_2), 0.5);
-        (g * cumulative, S::mul_add(g, PEAK * exp::<S>(-0.5 * g * g), cumulative))
+        let slope = S::mul_add(g, PEAK * exp::<S>(-0.5 * g * g), cumulative);
+        Activated { value: g * cumulative, slope }
     }
 }
 
@@ -199,9 +158,9 @@ struct SquaredRelu;
 
 impl Activate for SquaredRelu {
     #[inline(always)]
-    fn at<S: Isa>(g: f32) -> (f32, f32) {
+    fn at<S: Isa>(g: f32) -> Activated {
         let positive = if g > 0.0 { g } else { 0.0 };
-        (positive * positive, 2.0 * positive)
+        Activated { value: positive * positive, slope: 2.0 * positive }
     }
 }
 
@@ -209,10 +168,10 @@ struct Sigmoid;
 
 impl Activate for Sigmoid {
     #[inline(always)]
-    fn at<S: Isa>(g: f32) -> (f32, f32) {
+    fn at<S: Isa>(g: f32) -> Activated {
         // 1 − σ(g) as σ(−g), which does not cancel.
         let s = sigmoid::<S>(g);
-        (s, s * sigmoid::<S>(-g))
+        Activated { value: s, slope: s * sigmoid::<S>(-g) }
     }
 }
 
@@ -220,17 +179,17 @@ struct Identity;
 
 impl Activate for Identity {
     #[inline(always)]
-    fn at<S: Isa>(g: f32) -> (f32, f32) {
-        (g, 1.0)
+    fn at<S: Isa>(g: f32) -> Activated {
+        Activated { value: g, slope: 1.0 }
     }
 }
 
 /// g · σ(z), and its derivative σ + g · σ · (1 − σ) · z′.
 #[inline(always)]
-fn gated<S: Isa>(g: f32, z: f32, slope: f32) -> (f32, f32) {
+fn gated<S: Isa>(g: f32, z: f32, slope: f32) -> Activated {
     let s = sigmoid::<S>(z);
-    let activated = g * s;
-    (activated, S::mul_add(activated * slope, 1.0 - s, s))
+    let value = g * s;
+    Activated { value, slope: S::mul_add(value * slope, 1.0 - s, s) }
 }
 
 #[inline(always)]

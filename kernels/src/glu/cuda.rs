@@ -4,6 +4,18 @@ use super::Activation;
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::GLU};
 use candle_core::Tensor;
 
+/// The names of the forward and the backward kernel.
+fn kernels(activation: Activation) -> [&'static str; 2] {
+    match activation {
+        Activation::Silu => ["swiglu_forward", "swiglu_backward"],
+        Activation::GeluTanh => ["geglu_forward", "geglu_backward"],
+        Activation::Gelu => ["gelu_forward", "gelu_backward"],
+        Activation::SquaredRelu => ["relu2_forward", "relu2_backward"],
+        Activation::Sigmoid => ["glu_forward", "glu_backward"],
+        Activation::Identity => ["bilinear_forward", "bilinear_backward"],
+    }
+}
+
 pub(super) fn forward(
     launcher: &Launcher,
     activation: Activation,
@@ -11,14 +23,7 @@ pub(super) fn forward(
     up: &Tensor,
     y: &Tensor,
 ) -> Result<(), DeviceError> {
-    let name = match activation {
-        Activation::Silu => "swiglu_forward",
-        Activation::GeluTanh => "geglu_forward",
-        Activation::Gelu => "gelu_forward",
-        Activation::SquaredRelu => "relu2_forward",
-        Activation::Sigmoid => "glu_forward",
-        Activation::Identity => "bilinear_forward",
-    };
+    let [name, _] = kernels(activation);
     let kernel = Kernel::of_dtype(&GLU, name, gate.dtype())?;
     let size = y.elem_count();
     launcher.open([y], [gate, up], |[y], [gate, up]| {
@@ -37,14 +42,7 @@ pub(super) fn backward(
     dgate: &Tensor,
     dup: &Tensor,
 ) -> Result<(), DeviceError> {
-    let name = match activation {
-        Activation::Silu => "swiglu_backward",
-        Activation::GeluTanh => "geglu_backward",
-        Activation::Gelu => "gelu_backward",
-        Activation::SquaredRelu => "relu2_backward",
-        Activation::Sigmoid => "glu_backward",
-        Activation::Identity => "bilinear_backward",
-    };
+    let [_, name] = kernels(activation);
     let kernel = Kernel::of_dtype(&GLU, name, gate.dtype())?;
     let size = dy.elem_count();
     launcher.open([dgate, dup], [dy, gate, up], |[dgate, dup], [dy, gate, up]| {

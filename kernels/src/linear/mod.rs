@@ -10,8 +10,8 @@ mod tests;
 
 use super::OpError;
 use super::arg_check::{ArgCheck, Argument, Rows};
-use super::cast::with_element_type;
-use super::gemm::bf16::Kernel;
+use super::cast::{Float, with_element_type};
+use super::gemm::bf16::{Kernel, Stored};
 use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch, multiply};
 use super::gemm::operand::MatmulOperand;
 use crate::device::Target;
@@ -117,7 +117,7 @@ struct Product<'a> {
 
 impl Product<'_> {
     fn compute(self, call: ArgCheck, is_backward: bool) -> Result<(), OpError> {
-        let Self { a, b, c, accumulate, sums_tokens } = self;
+        let Self { a, b, c, sums_tokens, .. } = self;
         let target = call.target(&[c.argument()], &[a.argument(), b.argument()])?;
         let elements = [a.argument(), b.argument(), c.argument()];
         let (elements, sums) = elements.split_at(if sums_tokens { 2 } else { 3 });
@@ -125,15 +125,8 @@ impl Product<'_> {
         let (m, n, k) = (c.rows, c.cols, if a.is_transposed { a.rows } else { a.cols });
         dry::report_flops(MatmulOp::Linear, is_backward, 2.0 * m as f64 * (n * k) as f64);
         match target {
-            Target::Cpu => with_element_type!(dtype, T => {
-                call.on_cpu([a.tensor, b.tensor], [], |[of_a, of_b]: [&[T]; 2], []| {
-                    let (a, b) = (a.operand(of_a)?, b.transposed().operand(of_b)?);
-                    match sums_tokens {
-                        false => call.on_cpu([], [c.tensor], |[], [c]: [&mut [T]; 1]| multiply(a, b, c, accumulate))?,
-                        true => call.on_cpu([], [c.tensor], |[], [c]: [&mut [f32]; 1]| multiply(a, b, c, accumulate))?,
-                    }
-                })?
-            }),
+            Target::Cpu if sums_tokens => with_element_type!(dtype, T => self.on_cpu::<T, f32>(call)),
+            Target::Cpu => with_element_type!(dtype, T => self.on_cpu::<T, T>(call)),
             Target::Dry(cpu) => {
                 match sums_tokens {
                     false => alloc_matmul_scratch(cpu, [dtype; 3], [m, n, k]),
@@ -143,6 +136,14 @@ impl Product<'_> {
             }
             Target::Kernels(launcher) => call.kernels(cuda::multiply(&launcher, self)),
         }
+    }
+
+    fn on_cpu<T: Float, C: Stored>(self, call: ArgCheck) -> Result<(), OpError> {
+        let Self { a, b, c, accumulate, .. } = self;
+        call.on_cpu([a.tensor, b.tensor], [], |[of_a, of_b]: [&[T]; 2], []| {
+            let (a, b) = (a.operand(of_a)?, b.transposed().operand(of_b)?);
+            call.on_cpu([], [c.tensor], |[], [c]: [&mut [C]; 1]| multiply(a, b, c, accumulate))?
+        })?
     }
 }
 

@@ -67,8 +67,9 @@ pub(super) fn copy_blocks(
             for wave in waves(&copies) {
                 let mut pieces = Vec::with_capacity(wave.len());
                 for copy in &wave {
-                    let ends = [from.address(from_addresses, &copy.from), to.address(to_addresses, &copy.to)];
-                    pieces.push(Piece::new(copy, ends));
+                    let (from, to) =
+                        (from.address(from_addresses, &copy.from), to.address(to_addresses, &copy.to));
+                    pieces.push(Piece::new(copy, from, to));
                 }
                 launch(launcher, dtype, wave[0].accumulate, pieces)?;
             }
@@ -154,7 +155,7 @@ struct Piece {
 }
 
 impl Piece {
-    fn new(copy: &BlockCopy, [from, to]: [Option<Address>; 2]) -> Self {
+    fn new(copy: &BlockCopy, from: Option<Address>, to: Option<Address>) -> Self {
         let size = to.map_or(1, |to| to.dtype().size_in_bytes());
         let bytes = |elements: [usize; 2]| elements.map(|elements| (elements * size) as u64);
         let (mut batch, mut rows, mut run_bytes) = (copy.to.batch, copy.to.rows, copy.to.run * size);
