@@ -269,8 +269,9 @@ impl CausalLm {
         // First the normalized hidden states, then the gradient of `x`.
         let compact = dx.narrow(0, 0, labels.len())?;
         self.normalize(&x, head, [&compact, &rstd], ws)?;
-        let (projection, gradient) = (head.projection(), gradients.projection());
-        lm_head_loss::backward(&compact, projection, labels, &lse, scale, &dnormed, gradient, tile, ws)?;
+        let operands = lm_head_loss::Operands::new(&compact, head.projection(), labels);
+        let of_head = lm_head_loss::Gradients::new(&dnormed, gradients.projection());
+        lm_head_loss::backward(&operands, &lse, scale, &of_head, tile, ws)?;
         self.backward_norm(&dnormed, [&x, &rstd], &compact, head, gradients, ws)?;
         compaction.as_ref().map_or(Ok(()), |compaction| compaction.expand(&dx, buffer))
     }

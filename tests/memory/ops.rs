@@ -48,7 +48,9 @@ fn run(x: &Tensor, weight: &Tensor) -> Run {
     let forward = meter.bytes();
     workspace.clear();
     let meter = PeakMeter::start();
-    lm_head_loss::backward(x, weight, &labels, &lse, 0.25, &dx, &dweight, TILE, &workspace).unwrap();
+    let (operands, into) =
+        (lm_head_loss::Operands::new(x, weight, &labels), lm_head_loss::Gradients::new(&dx, &dweight));
+    lm_head_loss::backward(&operands, &lse, 0.25, &into, TILE, &workspace).unwrap();
     let backward = meter.bytes();
     let wide = |tensor: &Tensor| to_vec::<f32>(&tensor.to_dtype(DType::F32).unwrap()).unwrap();
     let loss = (loss.sum().unwrap().sum.to_bits(), wide(&lse));

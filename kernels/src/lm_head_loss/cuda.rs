@@ -1,7 +1,7 @@
 //! The matmuls of a tile with the device's matrix library, and the launches of `cuda/lm_head_loss.cu` in
 //! between.
 
-use super::{Backward, Labels, LossSum, Losses, Projection, ProjectionGradients, Sizes, all_ignored};
+use super::{Gradients, LossSum, Losses, Operands, Projection, ProjectionGradients, Sizes, all_ignored};
 use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, Matmul, MatrixAt, sources::LM_HEAD_LOSS};
 use crate::elementwise::{add_blocks, fill_on};
 use candle_core::{DType, Tensor};
@@ -17,19 +17,17 @@ const ROW_THREADS: u32 = 512;
 pub(super) fn losses(
     launcher: &Launcher,
     sizes: Sizes,
-    x: &Tensor,
-    projection: Projection<'_>,
-    labels: &Labels,
+    operands: &Operands<'_>,
     lse: &Tensor,
 ) -> Result<Losses, DeviceError> {
     if sizes.tokens == 0 {
         return Ok(Losses::summed(LossSum::default()));
     }
-    let losses = crate::tensor::empty(sizes.tokens, DType::F32, x.device())?;
-    forward(launcher, sizes, x, projection, labels, lse, Some(&losses))?;
+    let losses = crate::tensor::empty(sizes.tokens, DType::F32, operands.x.device())?;
+    forward(launcher, sizes, operands, lse, Some(&losses))?;
     let valid_tokens = match launcher.is_dry() {
         true => sizes.tokens,
-        false => labels.iter().filter(|label| **label != super::IGNORED).count(),
+        false => operands.labels.iter().filter(|label| **label != super::IGNORED).count(),
     };
     Ok(Losses::from_tensor(losses, valid_tokens as u64))
 }
@@ -38,15 +36,13 @@ pub(super) fn losses(
 pub(super) fn statistics(
     launcher: &Launcher,
     sizes: Sizes,
-    x: &Tensor,
-    projection: Projection<'_>,
-    labels: &Labels,
+    operands: &Operands<'_>,
     statistics: &Tensor,
 ) -> Result<(), DeviceError> {
     if sizes.tokens == 0 {
         return Ok(());
     }
-    forward(launcher, sizes, x, projection, labels, statistics, None)
+    forward(launcher, sizes, operands, statistics, None)
 }
 
 /// Writes the logsumexp and the loss of each token. Of a slice there is no tensor for losses: the logits of the labels follow the
@@ -54,9 +50,7 @@ pub(super) fn statistics(
 fn forward(
     launcher: &Launcher,
     sizes: Sizes,
-    x: &Tensor,
-    projection: Projection<'_>,
-    labels: &Labels,
+    &Operands { x, projection, labels }: &Operands<'_>,
     lse: &Tensor,
     losses: Option<&Tensor>,
 ) -> Result<(), DeviceError> {
@@ -79,8 +73,11 @@ fn forward(
             (std::array::from_fn(|i| inputs[i]), BiasAt::in_inputs(&inputs[3..]));
         for tokens in sizes.tiles() {
             if !all_ignored(&labels[tokens.clone()]) {
+                let Sizes { dim, vocab_size, .. } = sizes;
+                let x = MatrixAt::row_major(x.offset(tokens.start * dim), tokens.len(), dim, dim);
+                let weight = MatrixAt::row_major(weight, vocab_size, dim, dim);
                 // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::forward` checked.
-                unsafe { logits_of_tile(launcher, sizes, x, weight, bias, logits, &tokens)? };
+                unsafe { logits_of_tile(launcher, sizes, x, weight, bias, logits)? };
             }
             let args = [
                 lse.offset(tokens.start).into(),
@@ -178,13 +175,14 @@ impl BiasAt {
 pub(super) fn backward(
     launcher: &Launcher,
     sizes: Sizes,
-    operands: &Backward<'_>,
+    &Operands { x, projection, labels }: &Operands<'_>,
+    lse: &Tensor,
+    scale: f32,
+    &Gradients { dx, projection: ProjectionGradients { weight: dweight, bias: dbias } }: &Gradients<'_>,
 ) -> Result<(), DeviceError> {
     if sizes.tokens == 0 {
         return Ok(());
     }
-    let Backward { x, projection, labels, lse, scale, dx, gradients } = *operands;
-    let ProjectionGradients { weight: dweight, bias: dbias } = gradients;
     let (dtype, device) = (x.dtype(), x.device());
     let rows_of_tile = |dtype| crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), dtype, device);
     let logits = rows_of_tile(DType::F32)?;
@@ -209,27 +207,30 @@ pub(super) fn backward(
         let dbias = sums.as_ref().and_then(|_| others.next());
         let [x, weight, lse, device_labels] = std::array::from_fn(|i| inputs[i]);
         let bias = BiasAt::in_inputs(&inputs[4..]);
+        let Sizes { dim, vocab_size, .. } = sizes;
+        let of_weight = |address| MatrixAt::row_major(address, vocab_size, dim, dim);
         for tokens in sizes.tiles() {
-            let dx = dx.offset(tokens.start * sizes.dim);
-            if all_ignored(&labels[tokens.clone()]) {
+            let (start, rows) = (tokens.start, tokens.len());
+            let [x, dx] = [x, dx].map(|at| MatrixAt::row_major(at.offset(start * dim), rows, dim, dim));
+            if all_ignored(&labels[tokens]) {
                 // SAFETY: the rows of dx of this tile.
-                unsafe { clear(launcher, dx, tokens.len() * sizes.dim)? };
+                unsafe { clear(launcher, dx.address, rows * dim)? };
                 continue;
             }
-            let (lse, labels) = (lse.offset(tokens.start), device_labels.offset(tokens.start));
-            let (x_of_tile, rows) = (x.offset(tokens.start * sizes.dim), tokens.len());
-            let tile = MatrixAt::row_major(gradient, rows, sizes.vocab_size, row_stride(sizes));
+            let (lse, labels) = (lse.offset(start), device_labels.offset(start));
+            let gradient = MatrixAt::row_major(gradient, rows, vocab_size, row_stride(sizes));
             // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::backward` checked; `logits`
             // and `gradient` have room for a tile, and `dbias` is like the bias.
             unsafe {
-                logits_of_tile(launcher, sizes, x, weight, bias, logits, &tokens)?;
-                logit_gradients(launcher, sizes, logits, lse, labels, gradient, rows)?;
-                write_input_gradient(launcher, sizes, scale, tile, weight, dx)?;
+                logits_of_tile(launcher, sizes, x, of_weight(weight), bias, logits)?;
+                gradient_of_tile(launcher, sizes, logits, lse, labels, gradient)?;
+                launcher.gemm(&matmul(scale, gradient, of_weight(weight), 0.0, dx))?;
                 if let Some(dweight) = dweight {
-                    add_weight_gradient(launcher, sizes, scale, tile, x_of_tile, dweight)?;
+                    launcher.gemm(&matmul(scale, gradient.transposed(), x, 1.0, of_weight(dweight)))?;
                 }
                 if let (Some(bias), Some(dbias)) = (bias, dbias) {
-                    add_bias_gradient(launcher, scale, tile, bias.ones(rows), dbias)?;
+                    let dbias = MatrixAt::row_major(dbias, vocab_size, 1, 1);
+                    launcher.gemm(&matmul(scale, gradient.transposed(), bias.ones(rows), 1.0, dbias))?;
                 }
             }
         }
@@ -245,27 +246,23 @@ fn row_stride(sizes: Sizes) -> usize {
     sizes.vocab_size.next_multiple_of(ROW_ALIGNMENT)
 }
 
-/// logits = x·weightᵀ, plus the bias if there is one, for the tile's tokens.
+/// logits = x·weightᵀ, plus the bias if there is one.
 ///
 /// # Safety
-/// `x`, `weight` and `bias` are tensors of these `sizes`, `logits` has room for the tile.
+/// `x` has the tile's rows, `weight` and `bias` are tensors of these `sizes`, `logits` has room for the tile.
 unsafe fn logits_of_tile(
     launcher: &Launcher,
     sizes: Sizes,
-    x: Address,
-    weight: Address,
+    x: MatrixAt,
+    weight: MatrixAt,
     bias: Option<BiasAt>,
     logits: Address,
-    tokens: &Range<usize>,
 ) -> Result<(), DeviceError> {
-    let Sizes { dim, vocab_size, .. } = sizes;
-    let x = MatrixAt::row_major(x.offset(tokens.start * dim), tokens.len(), dim, dim);
-    let weight = MatrixAt::row_major(weight, vocab_size, dim, dim);
-    let logits = MatrixAt::row_major(logits, tokens.len(), vocab_size, row_stride(sizes));
+    let logits = MatrixAt::row_major(logits, x.rows, sizes.vocab_size, row_stride(sizes));
     if let Some(bias) = bias {
-        let column = MatrixAt::row_major(bias.bias, vocab_size, 1, 1);
+        let column = MatrixAt::row_major(bias.bias, sizes.vocab_size, 1, 1);
         // SAFETY: by this function's contract.
-        unsafe { launcher.gemm(&matmul(1.0, bias.ones(tokens.len()), column.transposed(), 0.0, logits))? };
+        unsafe { launcher.gemm(&matmul(1.0, bias.ones(x.rows), column.transposed(), 0.0, logits))? };
     }
     let beta = if bias.is_some() { 1.0 } else { 0.0 };
     // SAFETY: by this function's contract.
@@ -276,15 +273,14 @@ unsafe fn logits_of_tile(
 /// arithmetic a small one does not underflow.
 ///
 /// # Safety
-/// `gradient` and `logits` have room for `rows` rows; `lse` and `labels` have `rows` elements.
-unsafe fn logit_gradients(
+/// `logits` has room for the rows of `gradient`; `lse` and `labels` have an element for each.
+unsafe fn gradient_of_tile(
     launcher: &Launcher,
     sizes: Sizes,
     logits: Address,
     lse: Address,
     labels: Address,
-    gradient: Address,
-    rows: usize,
+    MatrixAt { address: gradient, rows, .. }: MatrixAt,
 ) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&LM_HEAD_LOSS, "lm_head_loss_gradient", gradient.dtype())?;
     let columns_of_block = Grid::THREADS as usize * (16 / gradient.dtype().size_in_bytes());
@@ -300,58 +296,6 @@ unsafe fn logit_gradients(
     ];
     // SAFETY: by this function's contract.
     unsafe { launcher.launch(&kernel, Grid { blocks, ..Grid::blocks(rows) }, &args) }
-}
-
-/// dx = scale · gradient·weight.
-///
-/// # Safety
-/// `dx` has as many rows as `gradient`, and `weight` is a tensor of these `sizes`.
-unsafe fn write_input_gradient(
-    launcher: &Launcher,
-    Sizes { dim, vocab_size, .. }: Sizes,
-    scale: f32,
-    gradient: MatrixAt,
-    weight: Address,
-    dx: Address,
-) -> Result<(), DeviceError> {
-    let dx = MatrixAt::row_major(dx, gradient.rows, dim, dim);
-    let weight = MatrixAt::row_major(weight, vocab_size, dim, dim);
-    // SAFETY: by this function's contract.
-    unsafe { launcher.gemm(&matmul(scale, gradient, weight, 0.0, dx)) }
-}
-
-/// dweight += scale · gradientᵀ·x.
-///
-/// # Safety
-/// `x` has as many rows as `gradient`, and `dweight` is a tensor of these `sizes`.
-unsafe fn add_weight_gradient(
-    launcher: &Launcher,
-    Sizes { dim, vocab_size, .. }: Sizes,
-    scale: f32,
-    gradient: MatrixAt,
-    x: Address,
-    dweight: Address,
-) -> Result<(), DeviceError> {
-    let x = MatrixAt::row_major(x, gradient.rows, dim, dim);
-    let dweight = MatrixAt::row_major(dweight, vocab_size, dim, dim);
-    // SAFETY: by this function's contract.
-    unsafe { launcher.gemm(&matmul(scale, gradient.transposed(), x, 1.0, dweight)) }
-}
-
-/// dbias += scale · gradientᵀ·ones.
-///
-/// # Safety
-/// `ones` has as many rows as `gradient`, and `dbias` an element for each class.
-unsafe fn add_bias_gradient(
-    launcher: &Launcher,
-    scale: f32,
-    gradient: MatrixAt,
-    ones: MatrixAt,
-    dbias: Address,
-) -> Result<(), DeviceError> {
-    let dbias = MatrixAt::row_major(dbias, gradient.cols, 1, 1);
-    // SAFETY: by this function's contract.
-    unsafe { launcher.gemm(&matmul(scale, gradient.transposed(), ones, 1.0, dbias)) }
 }
 
 fn matmul(alpha: f32, a: MatrixAt, b: MatrixAt, beta: f32, c: MatrixAt) -> Matmul {

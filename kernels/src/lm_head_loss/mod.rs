@@ -14,16 +14,16 @@
 mod cpu;
 mod cuda;
 mod losses;
-mod projection;
+mod operands;
 pub mod reference;
 pub mod slice;
 #[cfg(test)]
 mod tests;
 
 pub use losses::Losses;
-pub use projection::{Projection, ProjectionGradients};
+pub use operands::{Gradients, Operands, Projection, ProjectionGradients};
 
-use super::arg_check::{ArgCheck, Rows};
+use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
 use super::gemm::bf16::Stored;
 use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
@@ -109,12 +109,12 @@ pub fn forward<'a>(
     lse_out: &Tensor,
     workspace: &Workspace,
 ) -> Result<Losses, OpError> {
-    let projection = projection.into();
-    let Projection { weight, bias } = projection;
+    let operands = Operands { x, projection: projection.into(), labels };
+    let Projection { weight, bias } = operands.projection;
     let call = ArgCheck::new("lm_head_loss::forward");
-    let shape = check(call, x, projection, labels, tiles.into())?;
+    let shape = operands.check(call, tiles.into())?;
     call.expect(("lse_out", lse_out), &[shape.tokens])?;
-    let inputs = projection.with([("x", x)]);
+    let inputs = operands.named();
     let target = call.target(&[("lse_out", lse_out)], &inputs)?;
     call.element_type(&inputs, &[("lse_out", lse_out)])?;
     shape.report(false, 1.0);
@@ -135,40 +135,34 @@ pub fn forward<'a>(
             Ok(Losses::summed(sum))
         }
         Target::Dry(cpu) => {
-            shape.alloc_dry(cpu, projection, workspace)?;
+            shape.alloc_dry(cpu, operands.projection, workspace)?;
             Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens: shape.tokens as u64 }))
         }
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::losses(&launcher, shape, x, projection, labels, lse_out))
-        }
+        Target::Kernels(launcher) => call.kernels(cuda::losses(&launcher, shape, &operands, lse_out)),
     }
 }
 
-/// Gradients of `scale` · the sum of [`forward`]: dx is overwritten; those of the projection, if there are any, are added to.
+/// Gradients of `scale` · the sum of [`forward`].
 ///
 /// # Shapes
-/// `x, dx: [n, d], labels: [n], lse: [n]`, and those of the [`Projection`] and its [gradients](ProjectionGradients)
+/// Those of the [`Operands`] and the [`Gradients`]; `lse: [n]`
 ///
 /// # Errors
 /// As [`forward`].
-#[expect(clippy::too_many_arguments, reason = "three inputs and what forward left, two outputs")]
-pub fn backward<'a, 'b>(
-    x: &Tensor,
-    projection: impl Into<Projection<'a>>,
-    labels: &Labels,
+pub fn backward(
+    operands: &Operands<'_>,
     lse: &Tensor,
     scale: f32,
-    dx: &Tensor,
-    gradients: impl Into<ProjectionGradients<'b>>,
+    gradients: &Gradients<'_>,
     tiles: impl Into<LogitTiles>,
     workspace: &Workspace,
 ) -> Result<(), OpError> {
-    let (projection, gradients) = (projection.into(), gradients.into());
+    let (Operands { x, projection, .. }, dx) = (*operands, gradients.dx);
     let call = ArgCheck::new("lm_head_loss::backward");
-    let shape = check(call, x, projection, labels, tiles.into())?;
+    let shape = operands.check(call, tiles.into())?;
     call.expect(("lse", lse), &[shape.tokens])?;
     call.expect(("dx", dx), &[shape.tokens, shape.dim])?;
-    let (dweight, dbias) = (gradients.weight_argument(), gradients.bias_argument());
+    let (dweight, dbias) = (gradients.projection.weight_argument(), gradients.projection.bias_argument());
     dweight.map_or(Ok(()), |argument| call.expect(argument, &[shape.vocab_size, shape.dim]))?;
     dbias.map_or(Ok(()), |argument| call.expect(argument, &[shape.vocab_size]))?;
     let outputs: Vec<_> = [("dx", dx)].into_iter().chain(dweight).collect();
@@ -180,10 +174,9 @@ pub fn backward<'a, 'b>(
     let sums: Vec<_> = [("lse", lse)].into_iter().chain(dweight).chain(dbias).collect();
     let dtype = call.element_type(&projection.with([("x", x), ("dx", dx)]), &sums)?;
     shape.report(true, 1.0 + f64::from(u8::from(dweight.is_some())));
-    let operands = Backward { x, projection, labels, lse, scale, dx, gradients };
     match target {
         Target::Cpu => with_element_type!(dtype, T => {
-            backward_on_cpu::<T>(call, shape, &operands, workspace)
+            backward_on_cpu::<T>(call, shape, operands, lse, scale, gradients, workspace)
         }),
         Target::Dry(cpu) => {
             let logits = workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?;
@@ -199,29 +192,21 @@ pub fn backward<'a, 'b>(
             workspace.recycle(logits);
             Ok(())
         }
-        Target::Kernels(launcher) => call.kernels(cuda::backward(&launcher, shape, &operands)),
+        Target::Kernels(launcher) => {
+            call.kernels(cuda::backward(&launcher, shape, operands, lse, scale, gradients))
+        }
     }
-}
-
-/// Inputs and outputs of a backward pass, with the names of [`backward`].
-struct Backward<'a> {
-    x: &'a Tensor,
-    projection: Projection<'a>,
-    labels: &'a Labels,
-    lse: &'a Tensor,
-    scale: f32,
-    dx: &'a Tensor,
-    gradients: ProjectionGradients<'a>,
 }
 
 fn backward_on_cpu<T: Stored + Element>(
     call: ArgCheck,
     shape: Sizes,
-    operands: &Backward<'_>,
+    &Operands { x, projection: Projection { weight, bias }, labels }: &Operands<'_>,
+    lse: &Tensor,
+    scale: f32,
+    &Gradients { dx, projection: gradients }: &Gradients<'_>,
     workspace: &Workspace,
 ) -> Result<(), OpError> {
-    let &Backward { x, projection: Projection { weight, bias }, labels, lse, scale, dx, gradients } =
-        operands;
     let (lse, bias) = (call.read(lse)?, bias.map(|bias| call.read(bias)).transpose()?);
     // Added at the end, since the gradients of weight and bias may be parts of one tensor.
     let mut sums = gradients.bias.map(|_| vec![0.0; shape.vocab_size]);
@@ -319,21 +304,6 @@ impl Sizes {
 
 fn all_ignored(labels: &[i64]) -> bool {
     labels.iter().all(|label| *label == IGNORED)
-}
-
-fn check(
-    call: ArgCheck,
-    x: &Tensor,
-    projection: Projection<'_>,
-    labels: &Labels,
-    LogitTiles { tokens: tile_tokens, softcap, is_slice }: LogitTiles,
-) -> Result<Sizes, OpError> {
-    let Rows { count: tokens, width: dim } = call.rows(("x", x))?;
-    let vocab_size = projection.check(call, dim)?;
-    call.expect_tokens("labels", labels.len(), tokens)?;
-    call.expect_value("tile_tokens", tile_tokens as f64, tile_tokens > 0, "at least 1")?;
-    check_labels(call, labels, vocab_size, is_slice)?;
-    Ok(Sizes { tokens, dim, vocab_size, tile_tokens, softcap, is_slice })
 }
 
 /// Checks labels, of which some are no class of the vocabulary or of its slice.

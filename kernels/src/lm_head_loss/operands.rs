@@ -1,8 +1,53 @@
-//! The projection from hidden states to logits, and its gradients.
+//! Hidden states, labels and the projection between them, and the gradients.
 
+use super::{Labels, LogitTiles, Sizes, check_labels};
 use crate::OpError;
-use crate::arg_check::{ArgCheck, Argument};
+use crate::arg_check::{ArgCheck, Argument, Rows};
 use candle_core::{DType, Tensor};
+
+/// Inputs of both directions.
+#[derive(Clone, Copy, Debug)]
+pub struct Operands<'a> {
+    pub(super) x: &'a Tensor,
+    pub(super) projection: Projection<'a>,
+    pub(super) labels: &'a Labels,
+}
+
+/// Outputs of the backward pass.
+#[derive(Clone, Copy, Debug)]
+pub struct Gradients<'a> {
+    pub(super) dx: &'a Tensor,
+    pub(super) projection: ProjectionGradients<'a>,
+}
+
+impl<'a> Operands<'a> {
+    /// Hidden states `x: [n, d]` and `labels: [n]`.
+    pub fn new(x: &'a Tensor, projection: impl Into<Projection<'a>>, labels: &'a Labels) -> Self {
+        Self { x, projection: projection.into(), labels }
+    }
+
+    /// The tensors as arguments.
+    pub(super) fn named(&self) -> Vec<Argument<'a>> {
+        self.projection.with([("x", self.x)])
+    }
+
+    pub(super) fn check(&self, call: ArgCheck, tiles: LogitTiles) -> Result<Sizes, OpError> {
+        let LogitTiles { tokens: tile_tokens, softcap, is_slice } = tiles;
+        let Rows { count: tokens, width: dim } = call.rows(("x", self.x))?;
+        let vocab_size = self.projection.check(call, dim)?;
+        call.expect_tokens("labels", self.labels.len(), tokens)?;
+        call.expect_value("tile_tokens", tile_tokens as f64, tile_tokens > 0, "at least 1")?;
+        check_labels(call, self.labels, vocab_size, is_slice)?;
+        Ok(Sizes { tokens, dim, vocab_size, tile_tokens, softcap, is_slice })
+    }
+}
+
+impl<'a> Gradients<'a> {
+    /// `dx: [n, d]` is overwritten, those of the projection are added to.
+    pub fn new(dx: &'a Tensor, projection: impl Into<ProjectionGradients<'a>>) -> Self {
+        Self { dx, projection: projection.into() }
+    }
+}
 
 /// The projection from hidden states to logits: `logits = x·Wᵀ + b`.
 #[derive(Clone, Copy, Debug)]

@@ -5,7 +5,7 @@
 //! of the label, −∞ in the slices that do not have it.
 
 use super::{
-    ArgCheck, ELSEWHERE, Labels, LogitTiles, LossSum, Losses, OpError, Projection, Workspace, check, cpu,
+    ArgCheck, ELSEWHERE, Labels, LogitTiles, LossSum, Losses, OpError, Operands, Projection, Workspace, cpu,
     cuda, with_element_type, with_tile_logits,
 };
 use crate::device::Target;
@@ -36,12 +36,12 @@ pub fn forward<'a>(
     statistics: &Tensor,
     workspace: &Workspace,
 ) -> Result<(), OpError> {
-    let projection = projection.into();
-    let Projection { weight, bias } = projection;
+    let operands = Operands { x, projection: projection.into(), labels };
+    let Projection { weight, bias } = operands.projection;
     let call = ArgCheck::new("lm_head_loss::slice::forward");
-    let shape = check(call, x, projection, labels, LogitTiles { is_slice: true, ..tiles.into() })?;
+    let shape = operands.check(call, LogitTiles { is_slice: true, ..tiles.into() })?;
     call.expect(("statistics", statistics), &[2, shape.tokens])?;
-    let inputs = projection.with([("x", x)]);
+    let inputs = operands.named();
     let target = call.target(&[("statistics", statistics)], &inputs)?;
     let dtype = call.element_type(&inputs, &[("statistics", statistics)])?;
     shape.report(false, 1.0);
@@ -58,10 +58,8 @@ pub fn forward<'a>(
                 })?)
             }))
         }
-        Target::Dry(cpu) => shape.alloc_dry(cpu, projection, workspace),
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::statistics(&launcher, shape, x, projection, labels, statistics))
-        }
+        Target::Dry(cpu) => shape.alloc_dry(cpu, operands.projection, workspace),
+        Target::Kernels(launcher) => call.kernels(cuda::statistics(&launcher, shape, &operands, statistics)),
     }
 }
 

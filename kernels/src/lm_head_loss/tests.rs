@@ -34,7 +34,8 @@ impl Case {
         let loss =
             forward(&x, &weight, &labels, tile_tokens, &lse, &Workspace::new()).unwrap().sum().unwrap();
         let dweight = tensor(&vec![old; vocab_size * d], &[vocab_size, d]);
-        backward(&x, &weight, &labels, &lse, scale, &dx, &dweight, tile_tokens, &Workspace::new()).unwrap();
+        let (operands, into) = (Operands::new(&x, &weight, &labels), Gradients::new(&dx, &dweight));
+        backward(&operands, &lse, scale, &into, tile_tokens, &Workspace::new()).unwrap();
         (loss, read(&lse), read(&dx), read(&dweight))
     }
 }
@@ -82,7 +83,8 @@ fn soft_caps_match_the_reference_on_every_target() {
             assert!((loss.sum / expected.sum - 1.0).abs() < 1e-6, "{target}: {} {}", loss.sum, expected.sum);
             assert_close(&format!("lse {target}"), &read(&lse), &expected_lse, 1e-6);
             let dweight = tensor(&vec![0.0; vocab_size * d], &[vocab_size, d]);
-            backward(&x, &weight, &labels, &lse, 0.25, &dx, &dweight, tiles, &ws).unwrap();
+            let (operands, into) = (Operands::new(&x, &weight, &labels), Gradients::new(&dx, &dweight));
+            backward(&operands, &lse, 0.25, &into, tiles, &ws).unwrap();
             assert_close(&format!("dx {target}"), &read(&dx), &dx64, 5e-6);
             assert_close(&format!("dweight {target}"), &read(&dweight), &dweight64, 5e-6);
         }
@@ -283,7 +285,8 @@ fn kernels_of_every_element_type_keep_the_loss_in_f32_and_round_gradients_once_o
             let dweight = tensor(&vec![0.0; vocab_size * d], &[vocab_size, d]);
             // An upstream gradient so small that it is 0 in f16: only the matmuls' f32 arithmetic may use it.
             let scale = 2f32.powi(-30);
-            backward(&x, &weight, &labels, &lse, scale, &dx, &dweight, 4, &Workspace::new()).unwrap();
+            let (operands, into) = (Operands::new(&x, &weight, &labels), Gradients::new(&dx, &dweight));
+            backward(&operands, &lse, scale, &into, 4, &Workspace::new()).unwrap();
             let (dx64, dweight64) = reference::backward(&x64, &weight64, &labels, f64::from(scale), d);
             // The softmax is rounded once more than the results.
             assert_close("dweight", &read(&dweight), &dweight64, rounding + 5e-6);

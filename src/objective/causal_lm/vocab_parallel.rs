@@ -188,17 +188,9 @@ impl Objective for VocabParallelLm {
             let (gathered, [x, rstd]) = self.gather((chunk, tile), &rows, &head, &buffers, ctx)?;
             let lse = lse.narrow(0, tile.tokens.start, tile.tokens.len())?;
             let dgathered = dall.narrow(0, 0, tile.tokens.len())?;
-            lm_head_loss::backward(
-                &gathered,
-                head.projection(),
-                &tile.labels,
-                &lse,
-                scale,
-                &dgathered,
-                gradients.projection(),
-                self.logit_tiles(&tiles),
-                ws,
-            )?;
+            let operands = lm_head_loss::Operands::new(&gathered, head.projection(), &tile.labels);
+            let of_head = lm_head_loss::Gradients::new(&dgathered, gradients.projection());
+            lm_head_loss::backward(&operands, &lse, scale, &of_head, self.logit_tiles(&tiles), ws)?;
             let dnormed = buffers.normed.narrow(0, 0, tile.own.len())?;
             self.exchange(ctx)?.reduce_scatter_rows(&dgathered, &tile.counts, &dnormed)?;
             let region = chunk.region_of(&dx_rows)?;

@@ -50,7 +50,9 @@ fn a_bias_is_added_to_the_logits_and_has_a_gradient_for_every_tile_size_on_every
                 let dweight = gradient.narrow(0, vocab_size, vocab_size * d).unwrap();
                 let dweight = dweight.reshape((vocab_size, d)).unwrap();
                 let gradients = ProjectionGradients { weight: Some(&dweight), bias: Some(&dbias) };
-                backward(&x, projection, &labels, &lse, scale, &dx, gradients, tiles, &ws).unwrap();
+                let (operands, into) =
+                    (Operands::new(&x, projection, &labels), Gradients::new(&dx, gradients));
+                backward(&operands, &lse, scale, &into, tiles, &ws).unwrap();
                 let sum = |gradient: &[f64]| gradient.iter().map(|value| 16.0 + value).collect::<Vec<_>>();
                 if vocab_size > 1 {
                     assert_close(&format!("dx {what}"), &read(&dx), &dx64, 5e-6);
@@ -79,7 +81,8 @@ fn a_frozen_weight_or_bias_leaves_the_gradient_of_the_other_as_it_is() {
                 weight: has_weight.then_some(&dweight),
                 bias: has_bias.then_some(&dbias),
             };
-            backward(&x, projection, &labels, &lse, 0.25, &dx, gradients, 4, &ws).unwrap();
+            let (operands, into) = (Operands::new(&x, projection, &labels), Gradients::new(&dx, gradients));
+            backward(&operands, &lse, 0.25, &into, 4, &ws).unwrap();
             [dx, dweight, dbias].map(|tensor| read(&tensor))
         };
         let [dx, dweight, dbias] = run(true, true);
@@ -101,7 +104,8 @@ fn a_bias_has_the_same_gradient_on_any_number_of_threads() {
         forward(&x, projection, &labels, 64, &lse, &ws).unwrap();
         let dbias = tensor(&vec![0.0; vocab_size], &[vocab_size]);
         let gradients = ProjectionGradients { weight: None, bias: Some(&dbias) };
-        backward(&x, projection, &labels, &lse, 1.0, &dx, gradients, 64, &ws).unwrap();
+        let (operands, into) = (Operands::new(&x, projection, &labels), Gradients::new(&dx, gradients));
+        backward(&operands, &lse, 1.0, &into, 64, &ws).unwrap();
         (read(&lse), read(&dbias))
     });
 }
@@ -116,7 +120,7 @@ fn a_bias_of_another_size_is_refused_by_name() {
     let projection = Projection { weight: &weight, bias: Some(&right) };
     let gradients = ProjectionGradients { weight: None, bias: Some(&bias) };
     let labels = Labels::new([0, 1]);
-    let error =
-        backward(&x, projection, &labels, &lse, 1.0, &dx, gradients, 2, &Workspace::new()).unwrap_err();
+    let (operands, into) = (Operands::new(&x, projection, &labels), Gradients::new(&dx, gradients));
+    let error = backward(&operands, &lse, 1.0, &into, 2, &Workspace::new()).unwrap_err();
     assert!(matches!(error, OpError::Shape { argument: "dbias", .. }), "{error}");
 }

@@ -64,7 +64,9 @@ fn slices_have_the_losses_and_gradients_of_the_whole_vocabulary_on_every_target(
                 let projection = Projection { weight: &weight, bias: Some(&bias) };
                 let gradients = ProjectionGradients { weight: Some(&dweight), bias: Some(&dbias) };
                 let dx = output(&[n, d]);
-                backward(&x, projection, &labels, &lse, 0.25, &dx, gradients, tiles, &ws).unwrap();
+                let (operands, into) =
+                    (Operands::new(&x, projection, &labels), Gradients::new(&dx, gradients));
+                backward(&operands, &lse, 0.25, &into, tiles, &ws).unwrap();
                 dx_sum.iter_mut().zip(read(&dx)).for_each(|(sum, dx)| *sum += dx);
             }
             assert_close(&format!("dx {target}"), &dx_sum, &dx64, 5e-6);
