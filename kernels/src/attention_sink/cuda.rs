@@ -1,5 +1,6 @@
 //! The launches of `cuda/attention_sink.cu`.
 
+use super::Rows;
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION_SINK};
 use crate::elementwise::add_blocks;
 use candle_core::{DType, Tensor};
@@ -9,12 +10,13 @@ const TOKENS: usize = 2048;
 
 pub(super) fn forward(
     launcher: &Launcher,
-    (dtype, [batch, heads, tokens]): (DType, [usize; 3]),
     sinks: &Tensor,
-    [o, lse]: [&Tensor; 2],
+    o: &Tensor,
+    lse: &Tensor,
+    Rows { batch, heads, tokens }: Rows,
     head_dim: usize,
 ) -> Result<(), DeviceError> {
-    let kernel = Kernel::of_dtype(&ATTENTION_SINK, "attention_sink_forward", dtype)?;
+    let kernel = Kernel::of_dtype(&ATTENTION_SINK, "attention_sink_forward", sinks.dtype())?;
     let rows = batch * heads * tokens;
     launcher.open([o, lse], [sinks], |[o, lse], [sinks]| {
         let sizes = [tokens, heads, head_dim].map(|size| (size as u32).into());
@@ -27,14 +29,16 @@ pub(super) fn forward(
 /// Sums blocks of tokens, then the blocks, both in order.
 pub(super) fn backward(
     launcher: &Launcher,
-    (dtype, [batch, heads, tokens]): (DType, [usize; 3]),
-    [sinks, lse, delta]: [&Tensor; 3],
+    sinks: &Tensor,
+    lse: &Tensor,
+    delta: &Tensor,
     dsinks: &Tensor,
+    Rows { batch, heads, tokens }: Rows,
 ) -> Result<(), DeviceError> {
     if batch * heads * tokens == 0 {
         return Ok(());
     }
-    let kernel = Kernel::of_dtype(&ATTENTION_SINK, "attention_sink_backward", dtype)?;
+    let kernel = Kernel::of_dtype(&ATTENTION_SINK, "attention_sink_backward", sinks.dtype())?;
     let blocks = tokens.div_ceil(TOKENS);
     let partial = crate::tensor::empty((batch * blocks, heads), DType::F32, lse.device())?;
     launcher.open([&partial], [sinks, lse, delta], |[partial], [sinks, lse, delta]| {

@@ -9,7 +9,7 @@ pub mod reference;
 mod tests;
 
 use super::OpError;
-use super::arg_check::{ArgCheck, Argument};
+use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
@@ -23,23 +23,20 @@ use candle_core::Tensor;
 /// Shapes, dtypes, devices or layouts that do not match, or tensors that share storage.
 pub fn forward(sinks: &Tensor, o: &Tensor, lse: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("attention_sink::forward");
-    let dims = check(call, sinks, ("lse", lse))?;
-    let [batch, heads, tokens] = dims;
+    let rows = Rows::check(call, sinks, lse)?;
     let head_dim = o.dims().get(3).copied().unwrap_or_default();
-    call.expect(("o", o), &[batch, tokens, heads, head_dim])?;
+    call.expect(("o", o), &[rows.batch, rows.tokens, rows.heads, head_dim])?;
     let target = call.elementwise(&[("o", o), ("lse", lse)], &[("sinks", sinks)])?;
     let dtype = call.element_type(&[("o", o), ("sinks", sinks)], &[("lse", lse)])?;
     match target {
         Target::Cpu => {
             let sinks = call.read(sinks)?;
             with_element_type!(dtype, T => call.on_cpu([], [o], |[], [o]: [&mut [T]; 1]| {
-                call.on_cpu([], [lse], |[], [lse]| cpu::forward(&sinks, (o, lse), [tokens, head_dim]))
+                call.on_cpu([], [lse], |[], [lse]| cpu::forward(&sinks, o, lse, rows.tokens, head_dim))
             })?)
         }
         Target::Dry(_) => Ok(()),
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::forward(&launcher, (dtype, dims), sinks, [o, lse], head_dim))
-        }
+        Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, sinks, o, lse, rows, head_dim)),
     }
 }
 
@@ -54,31 +51,40 @@ pub fn forward(sinks: &Tensor, o: &Tensor, lse: &Tensor) -> Result<(), OpError> 
 /// As [`forward`].
 pub fn backward(sinks: &Tensor, lse: &Tensor, delta: &Tensor, dsinks: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("attention_sink::backward");
-    let dims = check(call, sinks, ("lse", lse))?;
-    call.expect(("delta", delta), &dims)?;
+    let rows = Rows::check(call, sinks, lse)?;
+    call.expect(("delta", delta), &[rows.batch, rows.heads, rows.tokens])?;
     call.expect(("dsinks", dsinks), sinks.dims())?;
-    let rows = [("lse", lse), ("delta", delta)];
-    let target = call.elementwise(&[("dsinks", dsinks)], &[rows[0], rows[1], ("sinks", sinks)])?;
-    let dtype = call.element_type(&[("sinks", sinks)], &[rows[0], rows[1], ("dsinks", dsinks)])?;
+    let inputs = [("lse", lse), ("delta", delta), ("sinks", sinks)];
+    let target = call.elementwise(&[("dsinks", dsinks)], &inputs)?;
+    call.element_type(&[("sinks", sinks)], &[("lse", lse), ("delta", delta), ("dsinks", dsinks)])?;
     match target {
         Target::Cpu => {
             let (sinks, lse, delta) = (call.read(sinks)?, call.read(lse)?, call.read(delta)?);
             call.write(dsinks, |dsinks| {
-                cpu::backward(&sinks, [&lse, &delta], dsinks, dims[2]);
+                cpu::backward(&sinks, &lse, &delta, dsinks, rows.tokens);
                 Ok(())
             })
         }
         Target::Dry(_) => Ok(()),
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::backward(&launcher, (dtype, dims), [sinks, lse, delta], dsinks))
-        }
+        Target::Kernels(launcher) => call.kernels(cuda::backward(&launcher, sinks, lse, delta, dsinks, rows)),
     }
 }
 
-/// Checks the sinks against the rows of the softmax. Returns batch, heads and tokens.
-fn check(call: ArgCheck, sinks: &Tensor, (name, rows): Argument<'_>) -> Result<[usize; 3], OpError> {
-    let dims = [0, 1, 2].map(|dim| rows.dims().get(dim).copied().unwrap_or_default());
-    call.expect((name, rows), &dims)?;
-    call.expect(("sinks", sinks), &dims[1..2])?;
-    Ok(dims)
+/// The rows of the softmax: the sizes of `lse`.
+#[derive(Clone, Copy)]
+struct Rows {
+    batch: usize,
+    heads: usize,
+    tokens: usize,
+}
+
+impl Rows {
+    /// Checks `lse`, and the sinks against it.
+    fn check(call: ArgCheck, sinks: &Tensor, lse: &Tensor) -> Result<Self, OpError> {
+        let dims = [0, 1, 2].map(|dim| lse.dims().get(dim).copied().unwrap_or_default());
+        call.expect(("lse", lse), &dims)?;
+        call.expect(("sinks", sinks), &dims[1..2])?;
+        let [batch, heads, tokens] = dims;
+        Ok(Self { batch, heads, tokens })
+    }
 }

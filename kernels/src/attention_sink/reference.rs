@@ -1,8 +1,8 @@
 //! Attention sinks in f64.
 
-/// (o, lse) with sinks of `o [B, S, H, D]` and `lse [B, H, S]` without.
+/// `[o, lse]` with sinks of `o [B, S, H, D]` and `lse [B, H, S]` without.
 #[must_use]
-pub fn forward(sinks: &[f64], [o, lse]: [&[f64]; 2], [tokens, head_dim]: [usize; 2]) -> [Vec<f64>; 2] {
+pub fn forward(sinks: &[f64], o: &[f64], lse: &[f64], tokens: usize, head_dim: usize) -> [Vec<f64>; 2] {
     let heads = sinks.len();
     let with_sink = |(at, lse): (usize, &f64)| (lse.exp() + sinks[at / tokens % heads].exp()).ln();
     let lse_with_sinks: Vec<f64> = lse.iter().enumerate().map(with_sink).collect();
@@ -16,7 +16,7 @@ pub fn forward(sinks: &[f64], [o, lse]: [&[f64]; 2], [tokens, head_dim]: [usize;
 
 /// The gradient of the sinks, for `lse` with sinks and `delta`, both `[B, H, S]`.
 #[must_use]
-pub fn backward(sinks: &[f64], [lse, delta]: [&[f64]; 2], tokens: usize) -> Vec<f64> {
+pub fn backward(sinks: &[f64], lse: &[f64], delta: &[f64], tokens: usize) -> Vec<f64> {
     let mut dsinks = vec![0.0; sinks.len()];
     for (at, (lse, delta)) in lse.iter().zip(delta).enumerate() {
         let head = at / tokens % sinks.len();

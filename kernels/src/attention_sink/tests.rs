@@ -41,8 +41,8 @@ impl Problem {
     fn expected(&self) -> [Vec<f64>; 3] {
         let [_, _, tokens, head_dim] = self.dims;
         let [sinks, o, lse, delta] = &self.inputs.each_ref().map(|values| to_f64(values));
-        let [o, lse] = reference::forward(sinks, [o, lse], [tokens, head_dim]);
-        let dsinks = reference::backward(sinks, [&lse, delta], tokens);
+        let [o, lse] = reference::forward(sinks, o, lse, tokens, head_dim);
+        let dsinks = reference::backward(sinks, &lse, delta, tokens);
         [o, lse, dsinks.iter().map(|sum| sum + 1.0).collect()]
     }
 }
@@ -66,15 +66,14 @@ fn the_reference_gradient_is_the_derivative_of_the_forward() {
     let [_, heads, tokens, head_dim] = DIMS[1];
     let [sinks, o, lse, _] = &Problem::new(DIMS[1]).inputs.map(|values| to_f64(&values));
     let dout = to_f64(&random(9, o.len()));
-    let [out, lse_with_sinks] = reference::forward(sinks, [o, lse], [tokens, head_dim]);
+    let [out, lse_with_sinks] = reference::forward(sinks, o, lse, tokens, head_dim);
     let mut delta = vec![0.0; lse.len()];
     for (at, (out, dout)) in out.iter().zip(&dout).enumerate() {
         let (head, row) = (at / head_dim % heads, at / (head_dim * heads));
         delta[(row / tokens * heads + head) * tokens + row % tokens] += out * dout;
     }
-    let loss =
-        |sinks: &[f64]| weighted_sum(&reference::forward(sinks, [o, lse], [tokens, head_dim])[0], &dout);
-    let dsinks = reference::backward(sinks, [&lse_with_sinks, &delta], tokens);
+    let loss = |sinks: &[f64]| weighted_sum(&reference::forward(sinks, o, lse, tokens, head_dim)[0], &dout);
+    let dsinks = reference::backward(sinks, &lse_with_sinks, &delta, tokens);
     assert_gradient("dsinks", loss, sinks, &dsinks);
 }
 
@@ -129,7 +128,7 @@ fn elements_of_16_bits_are_rounded_once() {
         let [sinks, o, lse, _] = &problem.inputs;
         let (sinks, sinks_read) = rounded(DType::BF16, sinks, &[heads]);
         let (o, o_read) = rounded(DType::BF16, o, &[batch, tokens, heads, head_dim]);
-        let [expected, _] = reference::forward(&sinks_read, [&o_read, &to_f64(lse)], [tokens, head_dim]);
+        let [expected, _] = reference::forward(&sinks_read, &o_read, &to_f64(lse), tokens, head_dim);
         forward(&sinks, &o, &tensor(lse, &[batch, heads, tokens])).unwrap();
         // Half of the last of 8 bits.
         assert_close("o", &read(&o), &expected, 1.0 / 256.0);
