@@ -1,7 +1,7 @@
 //! The choice of the kernels that compute attention on a GPU.
 
 use super::fused::{self, HEAD_DIMS, HEAD_DIMS_OF_WGMMA};
-use super::self_check::{self, Reuse};
+use super::self_check::{Compared, Reuse};
 use super::{AttentionError, AttentionKernels};
 use crate::device::{dry, has_wgmma};
 use candle_core::{DType, Device};
@@ -103,7 +103,7 @@ impl AttentionKernels {
             if kernels == Self::Wgmma && !may_use_wgmma {
                 continue;
             }
-            let verdict = self_check::verdict(kernels, device, dtype, head_dim, reuse)?;
+            let verdict = Compared { kernels, device, dtype, head_dim }.verdict(reuse)?;
             let Some(reason) = &verdict.refusal else {
                 return Ok(CheckedKernels { head_dim, kernels, errors: verdict.errors.clone(), refused });
             };

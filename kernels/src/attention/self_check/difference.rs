@@ -5,8 +5,14 @@ use candle_core::DType;
 /// The largest difference of `lse`, which is f32 and a sum of f32 in both.
 const LSE_TOLERANCE: f32 = 1e-3;
 
-/// An output: its name, its elements, and the number of elements of a token. 0 stands for `lse`.
-pub(super) type Output = (&'static str, Vec<f32>, usize);
+/// An output of kernels.
+#[derive(Clone)]
+pub(super) struct Output {
+    pub(super) name: &'static str,
+    pub(super) elements: Vec<f32>,
+    /// Elements of a token; `None` for `lse`.
+    pub(super) token_elems: Option<usize>,
+}
 
 /// The largest error of an output.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,21 +33,19 @@ impl Deviation {
 
 /// The largest error of each output of the fused kernels.
 pub(super) fn deviations(fused: &[Output], tiled: &[Output], dtype: DType) -> Vec<Deviation> {
-    let pairs = fused.iter().zip(tiled);
-    pairs
-        .map(|((name, fused, of_token), (_, tiled, _))| match of_token {
-            0 => lse_deviation(fused, tiled),
-            of_token => token_deviation(name, fused, tiled, *of_token, dtype),
-        })
-        .collect()
+    let deviation = |(fused, tiled): (&Output, &Output)| match fused.token_elems {
+        None => lse_deviation(&fused.elements, &tiled.elements),
+        Some(count) => token_deviation(fused.name, &fused.elements, &tiled.elements, count, dtype),
+    };
+    fused.iter().zip(tiled).map(deviation).collect()
 }
 
 /// The first output that differs in a bit.
 pub(super) fn first_unequal(first: &[Output], again: &[Output]) -> Option<&'static str> {
     let is_equal = |(first, again): (&f32, &f32)| first.to_bits() == again.to_bits();
     let mut pairs = first.iter().zip(again);
-    let unequal = pairs.find(|((_, first, _), (_, again, _))| !first.iter().zip(again).all(is_equal));
-    unequal.map(|((name, ..), _)| *name)
+    let unequal = pairs.find(|(first, again)| !first.elements.iter().zip(&again.elements).all(is_equal));
+    unequal.map(|(first, _)| first.name)
 }
 
 /// Whether `a` is the larger one. NaN is the largest.
@@ -70,21 +74,21 @@ fn token_deviation(
     output: &'static str,
     fused: &[f32],
     tiled: &[f32],
-    of_token: usize,
+    token_elems: usize,
     dtype: DType,
 ) -> Deviation {
     let rms = |squares: f64, count: usize| (squares / count as f64).sqrt();
     let square = |x: &f32| f64::from(*x).powi(2);
     let of_all = rms(tiled.iter().map(square).sum(), tiled.len());
     let mut worst = Deviation { output, share: 0.0, text: String::new() };
-    for (token, (fused, tiled)) in fused.chunks(of_token).zip(tiled.chunks(of_token)).enumerate() {
+    for (token, (fused, tiled)) in fused.chunks(token_elems).zip(tiled.chunks(token_elems)).enumerate() {
         let errors: f64 = fused.iter().zip(tiled).map(|(fused, tiled)| square(&(fused - tiled))).sum();
-        let error = rms(errors, of_token);
+        let error = rms(errors, token_elems);
         if error == 0.0 {
             continue;
         }
         // Small elements may be differences of large ones.
-        let size = rms(tiled.iter().map(square).sum(), of_token).max(of_all / 8.0);
+        let size = rms(tiled.iter().map(square).sum(), token_elems).max(of_all / 8.0);
         let share = error / (tolerance(dtype) * size);
         if is_larger(share, worst.share) && worst.share.is_finite() {
             let text = format!(
@@ -107,18 +111,20 @@ mod tests {
 
     #[test]
     fn one_different_bit_is_found() {
-        let first = ["o", "lse", "dq"].map(|name| (name, vec![0.0, f32::NAN, 1.0], 1));
+        let elements = vec![0.0, f32::NAN, 1.0];
+        let first =
+            ["o", "lse", "dq"].map(|name| Output { name, elements: elements.clone(), token_elems: Some(1) });
         assert_eq!(first_unequal(&first, &first), None);
         let mut again = first.clone();
-        again[2].1[0] = -0.0;
+        again[2].elements[0] = -0.0;
         assert_eq!(first_unequal(&first, &again), Some("dq"));
     }
 
     #[test]
     fn a_difference_beyond_rounding_is_found_in_every_output() {
         let tiled = ["o", "lse", "dq", "dk", "dv"].map(|name| {
-            let of_token = if name == "lse" { 0 } else { 4 };
-            (name, [vec![1.0, -2.0, 0.5, 0.0], vec![100.0; 8]].concat(), of_token)
+            let elements = [vec![1.0, -2.0, 0.5, 0.0], vec![100.0; 8]].concat();
+            Output { name, elements, token_elems: (name != "lse").then_some(4) }
         });
         assert!(deviations(&tiled, &tiled, DType::BF16).iter().all(|found| found.share == 0.0));
         for (output, name) in ["o", "lse", "dq", "dk", "dv"].iter().enumerate() {
@@ -128,7 +134,7 @@ mod tests {
                 [(of(5e-4, 0.2), false), (of(2e-3, 0.5), true), (f32::NAN, true), (f32::INFINITY, true)];
             for (wrong, is_found) in cases {
                 let mut fused = tiled.clone();
-                fused[output].1[3] = wrong;
+                fused[output].elements[3] = wrong;
                 for (at, found) in deviations(&fused, &tiled, DType::BF16).iter().enumerate() {
                     assert_eq!(!found.is_rounding(), is_found && at == output, "{name} {wrong}: {found:?}");
                     assert!(found.is_rounding() || found.text.starts_with(name), "{name} {wrong}: {found:?}");

@@ -39,79 +39,106 @@ const UNFINISHED: &str = "an earlier comparison with the tiled kernels did not e
 /// Runs of the problem that fills the GPU.
 const RUNS: usize = 20;
 
-/// The verdict on fused kernels on a GPU for an element type and a head dimension. Only the first call computes something.
-pub(super) fn verdict(
-    kernels: AttentionKernels,
-    device: &Device,
-    dtype: DType,
-    head_dim: usize,
-    reuse: Reuse,
-) -> Result<Arc<Verdict>, AttentionError> {
-    type Verdicts = HashMap<(bool, DeviceLocation, DType, usize), Arc<Verdict>>;
-    static VERDICTS: LazyLock<Mutex<Verdicts>> = LazyLock::new(Mutex::default);
-    // Ranks of the same process wait here for the first one.
-    let mut verdicts = VERDICTS.lock();
-    let key = (kernels == AttentionKernels::Wgmma, device.location(), dtype, head_dim);
-    match verdicts.get(&key) {
-        Some(verdict) if reuse == Reuse::Cached => return Ok(verdict.clone()),
-        _ => {}
-    }
-    let verdict = Arc::new(determine(kernels, device, dtype, head_dim, reuse)?);
-    verdicts.insert(key, verdict.clone());
-    Ok(verdict)
+/// Fused kernels on a GPU for an element type and a head dimension, to be compared with the tiled ones.
+#[derive(Clone, Copy)]
+pub(super) struct Compared<'a> {
+    pub(super) kernels: AttentionKernels,
+    pub(super) device: &'a Device,
+    pub(super) dtype: DType,
+    pub(super) head_dim: usize,
 }
 
-/// The verdict from the file of an earlier run, or from a comparison.
-fn determine(
-    kernels: AttentionKernels,
-    device: &Device,
-    dtype: DType,
-    head_dim: usize,
-    reuse: Reuse,
-) -> Result<Verdict, AttentionError> {
-    let refused = |refusal| Verdict { refusal, ..Verdict::default() };
-    let files = files(kernels);
-    let refusal = kernel_refusal(device, &files);
-    // They are compiled again in every run, so this needs no file.
-    if let Some(reason) = refusal.map_err(|source| OpError::Device { op: "attention", source })? {
-        return Ok(refused(Some(format!("they do not compile or load here: {reason}"))));
-    }
-    let mut file = VerdictFile::new(&format!("attention-{}-{head_dim}", dtype.as_str()), &files, device);
-    let cached = |file: &Option<VerdictFile>| match reuse {
-        Reuse::Cached => file.as_ref().and_then(VerdictFile::read),
-        Reuse::Nothing => None,
-    };
-    match cached(&file) {
-        Some(verdict) if verdict.as_deref() != Some(UNFINISHED) => return Ok(refused(verdict)),
-        _ => {}
-    }
-    let is_locked = file.as_mut().is_some_and(VerdictFile::lock);
-    // Another process may have compared them meanwhile.
-    if let Some(verdict) = cached(&file) {
-        return Ok(refused(verdict));
-    }
-    tracing::info!(
-        "comparing fused with tiled attention kernels in {} for heads of {head_dim}, once on this GPU model",
-        dtype.as_str()
-    );
-    let earlier = file.as_ref().and_then(VerdictFile::read);
-    // If the GPU or the process does not survive it, the next run uses other kernels.
-    if is_locked && let Some(file) = &file {
-        file.write(&Some(UNFINISHED.to_owned()));
-    }
-    let result = compare(kernels, device, dtype, head_dim);
-    let gpu_works = result.is_ok() || device.synchronize().is_ok();
-    match (&file, &result) {
-        (Some(file), Ok(verdict)) if !verdict.is_card_specific => file.write(&verdict.refusal),
-        (Some(file), _) if gpu_works => file.restore(&earlier),
-        _ => {}
-    }
-    result.or_else(|error| match error {
-        error if is_refusal(&error) && gpu_works => {
-            Ok(refused(Some(format!("they do not start here: {}", full(&error)))))
+impl Compared<'_> {
+    /// The verdict. Only the first call computes something.
+    pub(super) fn verdict(self, reuse: Reuse) -> Result<Arc<Verdict>, AttentionError> {
+        type Verdicts = HashMap<(bool, DeviceLocation, DType, usize), Arc<Verdict>>;
+        static VERDICTS: LazyLock<Mutex<Verdicts>> = LazyLock::new(Mutex::default);
+        // Ranks of the same process wait here for the first one.
+        let mut verdicts = VERDICTS.lock();
+        let Self { kernels, device, dtype, head_dim } = self;
+        let key = (kernels == AttentionKernels::Wgmma, device.location(), dtype, head_dim);
+        match verdicts.get(&key) {
+            Some(verdict) if reuse == Reuse::Cached => return Ok(verdict.clone()),
+            _ => {}
         }
-        error => Err(AttentionError::SelfCheck { source: Box::new(error) }),
-    })
+        let verdict = Arc::new(self.determine(reuse)?);
+        verdicts.insert(key, verdict.clone());
+        Ok(verdict)
+    }
+
+    /// The verdict from the file of an earlier run, or from a comparison.
+    fn determine(self, reuse: Reuse) -> Result<Verdict, AttentionError> {
+        let Self { kernels, device, dtype, head_dim } = self;
+        let refused = |refusal| Verdict { refusal, ..Verdict::default() };
+        let files = files(kernels);
+        let refusal = kernel_refusal(device, &files);
+        // They are compiled again in every run, so this needs no file.
+        if let Some(reason) = refusal.map_err(|source| OpError::Device { op: "attention", source })? {
+            return Ok(refused(Some(format!("they do not compile or load here: {reason}"))));
+        }
+        let mut file = VerdictFile::new(&format!("attention-{}-{head_dim}", dtype.as_str()), &files, device);
+        let cached = |file: &Option<VerdictFile>| match reuse {
+            Reuse::Cached => file.as_ref().and_then(VerdictFile::read),
+            Reuse::Nothing => None,
+        };
+        match cached(&file) {
+            Some(verdict) if verdict.as_deref() != Some(UNFINISHED) => return Ok(refused(verdict)),
+            _ => {}
+        }
+        let is_locked = file.as_mut().is_some_and(VerdictFile::lock);
+        // Another process may have compared them meanwhile.
+        if let Some(verdict) = cached(&file) {
+            return Ok(refused(verdict));
+        }
+        tracing::info!(
+            "comparing fused with tiled attention kernels in {} for heads of {head_dim}, once on this GPU model",
+            dtype.as_str()
+        );
+        let earlier = file.as_ref().and_then(VerdictFile::read);
+        // If the GPU or the process does not survive it, the next run uses other kernels.
+        if is_locked && let Some(file) = &file {
+            file.write(&Some(UNFINISHED.to_owned()));
+        }
+        let result = self.compare();
+        let gpu_works = result.is_ok() || device.synchronize().is_ok();
+        match (&file, &result) {
+            (Some(file), Ok(verdict)) if !verdict.is_card_specific => file.write(&verdict.refusal),
+            (Some(file), _) if gpu_works => file.restore(&earlier),
+            _ => {}
+        }
+        result.or_else(|error| match error {
+            error if is_refusal(&error) && gpu_works => {
+                Ok(refused(Some(format!("they do not start here: {}", full(&error)))))
+            }
+            error => Err(AttentionError::SelfCheck { source: Box::new(error) }),
+        })
+    }
+
+    /// Runs small problems with fused and tiled kernels, forward and backward; then the fused ones alone on the whole GPU, several
+    /// times.
+    fn compare(self) -> Result<Verdict, AttentionError> {
+        let Self { kernels, device, dtype, head_dim } = self;
+        let of = format!("{} elements", dtype.as_str());
+        let (mut errors, mut wrong) = (Vec::<(&str, f64)>::new(), Vec::new());
+        for problem in Problem::all(head_dim, dtype, device)? {
+            let (tiled, fused) = (problem.run(AttentionKernels::Tiled)?, problem.run(kernels)?);
+            for (output, found) in deviations(&fused, &tiled, dtype).into_iter().enumerate() {
+                match errors.get_mut(output) {
+                    Some((_, share)) => *share = share.max(found.share),
+                    None => errors.push((found.output, found.share)),
+                }
+                wrong.extend((!found.is_rounding()).then_some(found.text));
+            }
+        }
+        if !wrong.is_empty() {
+            let refusal = format!("they disagree with the tiled kernels: {of}: {}", wrong.join(", "));
+            return Ok(Verdict { refusal: Some(refusal), is_card_specific: false, errors });
+        }
+        let problem = Problem::full_grid(head_dim, dtype, device)?;
+        let refusal = unequal_output(|| problem.run(kernels))?
+            .map(|output| format!("equal runs differ in {output}: {of}"));
+        Ok(Verdict { is_card_specific: refusal.is_some(), refusal, errors })
+    }
 }
 
 /// The files of all kernels that are compared.
@@ -135,36 +162,6 @@ fn full(error: &AttentionError) -> String {
     let first: &dyn std::error::Error = error;
     let causes = std::iter::successors(Some(first), |error| error.source());
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
-}
-
-/// Runs small problems with fused and tiled kernels, forward and backward; then the fused ones alone on the whole GPU, several
-/// times.
-fn compare(
-    kernels: AttentionKernels,
-    device: &Device,
-    dtype: DType,
-    head_dim: usize,
-) -> Result<Verdict, AttentionError> {
-    let of = format!("{} elements", dtype.as_str());
-    let (mut errors, mut wrong) = (Vec::<(&str, f64)>::new(), Vec::new());
-    for problem in Problem::all(head_dim, dtype, device)? {
-        let (tiled, fused) = (problem.run(AttentionKernels::Tiled)?, problem.run(kernels)?);
-        for (output, found) in deviations(&fused, &tiled, dtype).into_iter().enumerate() {
-            match errors.get_mut(output) {
-                Some((_, share)) => *share = share.max(found.share),
-                None => errors.push((found.output, found.share)),
-            }
-            wrong.extend((!found.is_rounding()).then_some(found.text));
-        }
-    }
-    if !wrong.is_empty() {
-        let refusal = format!("they disagree with the tiled kernels: {of}: {}", wrong.join(", "));
-        return Ok(Verdict { refusal: Some(refusal), is_card_specific: false, errors });
-    }
-    let problem = Problem::full_grid(head_dim, dtype, device)?;
-    let refusal =
-        unequal_output(|| problem.run(kernels))?.map(|output| format!("equal runs differ in {output}: {of}"));
-    Ok(Verdict { is_card_specific: refusal.is_some(), refusal, errors })
 }
 
 /// The first output that is not the same, bit by bit, in all of `RUNS` runs.
@@ -191,7 +188,8 @@ mod unequal_runs {
             let found = unequal_output(|| {
                 runs += 1;
                 let value = if runs == different { 2.0 } else { 1.0 };
-                Ok(vec![("o", vec![1.0], 1), ("dk", vec![value], 1)])
+                let output = |name, value| Output { name, elements: vec![value], token_elems: Some(1) };
+                Ok(vec![output("o", 1.0), output("dk", value)])
             })?;
             assert_eq!(found, (different <= RUNS).then_some("dk"), "run {different}");
         }
@@ -213,9 +211,15 @@ mod tests {
         heads.filter_map(|line| line.strip_prefix("@ ")?.split_once(' '))
     }
 
+    /// A problem and what the tiled kernels compute.
+    struct Case {
+        problem: Problem,
+        tiled: Vec<Output>,
+    }
+
     /// How a fault shows in the outputs of bf16 kernels of head dimension 64, or stops a launch.
-    fn found(fault: &str, file: &str, cases: &[(Problem, Vec<Output>)]) -> Option<String> {
-        cases.iter().find_map(|(problem, tiled)| {
+    fn found(fault: &str, file: &str, cases: &[Case]) -> Option<String> {
+        cases.iter().find_map(|Case { problem, tiled }| {
             let run = || match file {
                 "attention_fused_forward" => outputs(problem.forward(AttentionKernels::Fused)?),
                 "attention_fused_forward_wgmma" => outputs(problem.forward(AttentionKernels::Wgmma)?),
@@ -236,7 +240,7 @@ mod tests {
             let mut cases = Vec::new();
             for problem in Problem::all(64, DType::BF16, &device())? {
                 let tiled = problem.run(AttentionKernels::Tiled)?;
-                cases.push((problem, tiled));
+                cases.push(Case { problem, tiled });
             }
             assert!(faults().count() > 30);
             for (fault, file) in faults() {
@@ -254,7 +258,7 @@ mod tests {
             let fused = HEAD_DIMS.map(|head_dim| (AttentionKernels::Fused, DType::F16, head_dim));
             let wgmma = HEAD_DIMS_OF_WGMMA.map(|head_dim| (AttentionKernels::Wgmma, DType::BF16, head_dim));
             for (kernels, dtype, head_dim) in fused.into_iter().chain(wgmma) {
-                let verdict = compare(kernels, &device(), dtype, head_dim)?;
+                let verdict = Compared { kernels, device: &device(), dtype, head_dim }.compare()?;
                 assert_eq!(verdict.refusal, None, "{head_dim}");
                 let outputs: Vec<&str> = verdict.errors.iter().map(|(output, _)| *output).collect();
                 assert_eq!(outputs, ["o", "lse", "dq", "dk", "dv"]);

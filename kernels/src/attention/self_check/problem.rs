@@ -110,13 +110,14 @@ impl Problem {
 
 /// Those of the forward pass.
 pub(super) fn outputs([o, lse]: [Tensor; 2]) -> Result<Vec<Output>, AttentionError> {
-    Ok(vec![of_tokens("o", &o)?, ("lse", values(&lse)?, 0)])
+    let lse = Output { name: "lse", elements: values(&lse)?, token_elems: None };
+    Ok(vec![of_tokens("o", &o)?, lse])
 }
 
 /// An output `[b, s, h, d]`.
 fn of_tokens(name: &'static str, tensor: &Tensor) -> Result<Output, AttentionError> {
     let (_, _, heads, head_dim) = tensor.dims4()?;
-    Ok((name, values(tensor)?, heads * head_dim))
+    Ok(Output { name, elements: values(tensor)?, token_elems: Some(heads * head_dim) })
 }
 
 /// Numbers from -2 to 2, so that probabilities differ.
