@@ -22,10 +22,6 @@ impl<'a, T> Mat<'a, T> {
         Self { data, rows, cols, row_stride, col_stride: 1 }
     }
 
-    pub(crate) fn num_cols(&self) -> usize {
-        self.cols
-    }
-
     /// A range of the rows; not for transposed views.
     pub(crate) fn rows(self, rows: Range<usize>) -> Self {
         assert_eq!(self.col_stride, 1);
@@ -50,12 +46,31 @@ impl<'a, T> Mat<'a, T> {
     }
 }
 
+impl<T: Copy> Mat<'_, T> {
+    /// A contiguous copy in `into`; not for transposed views.
+    ///
+    /// Rows of a head are usually a power of two apart, so they share few cache sets. A tile that reads them
+    /// repeatedly copies them once.
+    pub(crate) fn gather<'b>(self, into: &'b mut [T]) -> Mat<'b, T> {
+        let Self { data, rows, cols, row_stride, .. } = self;
+        copy_rows(data, row_stride, into, cols, [rows, cols]);
+        Mat::new(into, rows, cols, cols)
+    }
+}
+
 impl<T: Float> Mat<'_, T> {
-    /// A contiguous copy in f32, in `into`; not for transposed views.
+    /// As [`Self::gather`], in f32.
     pub(crate) fn gather_f32<'b>(self, into: &'b mut [f32]) -> Mat<'b> {
         let Self { data, rows, cols, row_stride, .. } = self;
         T::widen_rows(data, row_stride, into, cols, [rows, cols]);
         Mat::new(into, rows, cols, cols)
+    }
+
+    /// As [`Self::gather_f32`], transposed, with rows `stride` apart, a multiple of [`TILE`](crate::gemm::tile::TILE).
+    pub(crate) fn gather_transposed<'b>(self, stride: usize, into: &'b mut [f32]) -> Mat<'b> {
+        let Self { data, rows, cols, row_stride, .. } = self;
+        transpose_rows(data, row_stride, into, stride, [rows, cols]);
+        Mat::new(into, cols, rows, stride)
     }
 }
 
@@ -158,6 +173,20 @@ fn matmul_of<T>(dst: &MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_, T>, rh
     }
 }
 
+/// A head of a sequence.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HeadAt {
+    pub(crate) sequence: usize,
+    pub(crate) head: usize,
+}
+
+impl HeadAt {
+    /// The head at an index into `[batch, heads]`.
+    pub(crate) fn new(index: usize, num_heads: usize) -> Self {
+        Self { sequence: index / num_heads, head: index % num_heads }
+    }
+}
+
 /// A tensor `[batch, tokens, heads, head_dim]` to read.
 #[derive(Clone, Copy)]
 pub(crate) struct Heads<'a, T = f32> {
@@ -184,23 +213,8 @@ impl<'a, T: Copy> Heads<'a, T> {
         self.head_dim
     }
 
-    /// A contiguous copy of [`Self::head`] in `into`.
-    ///
-    /// Rows of a head are usually a power of two apart, so they share few cache sets. A tile that reads them
-    /// repeatedly copies them once.
-    pub(crate) fn gather<'b>(
-        &self,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        into: &'b mut [T],
-    ) -> Mat<'b, T> {
-        let Mat { data, rows, cols, row_stride, .. } = self.head(at, tokens);
-        copy_rows(data, row_stride, into, cols, [rows, cols]);
-        Mat::new(into, rows, cols, cols)
-    }
-
     /// One head of a sequence, from its first element on, with rows of `head_dim` [`Self::row_stride`] apart.
-    pub(crate) fn head_slice(&self, (sequence, head): (usize, usize)) -> &'a [T] {
+    pub(crate) fn head_slice(&self, HeadAt { sequence, head }: HeadAt) -> &'a [T] {
         &self.data[(sequence * self.tokens * self.heads + head) * self.head_dim..]
     }
 
@@ -210,7 +224,8 @@ impl<'a, T: Copy> Heads<'a, T> {
     }
 
     /// Some tokens of one head, `[tokens, head_dim]`.
-    pub(crate) fn head(&self, (sequence, head): (usize, usize), tokens: &Range<usize>) -> Mat<'a, T> {
+    pub(crate) fn head(&self, at: HeadAt, tokens: &Range<usize>) -> Mat<'a, T> {
+        let HeadAt { sequence, head } = at;
         assert!(head < self.heads && tokens.end <= self.tokens);
         let start = ((sequence * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
         Mat::new(&self.data[start..], tokens.len(), self.head_dim, self.row_stride())
@@ -218,28 +233,9 @@ impl<'a, T: Copy> Heads<'a, T> {
 }
 
 impl<'a, T: Float> Heads<'a, T> {
-    /// As [`Self::gather`], in f32.
-    pub(crate) fn gather_f32<'b>(
-        &self,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        into: &'b mut [f32],
-    ) -> Mat<'b> {
+    /// A copy of [`Self::head`] in f32; see [`Mat::gather`].
+    pub(crate) fn gather_f32<'b>(&self, at: HeadAt, tokens: &Range<usize>, into: &'b mut [f32]) -> Mat<'b> {
         self.head(at, tokens).gather_f32(into)
-    }
-
-    /// As [`Self::gather_f32`], transposed: `[head_dim, tokens]` with rows `stride` apart, a multiple of
-    /// [`TILE`](crate::gemm::tile::TILE).
-    pub(crate) fn gather_transposed<'b>(
-        &self,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        stride: usize,
-        into: &'b mut [f32],
-    ) -> Mat<'b> {
-        let Mat { data, rows, cols, row_stride, .. } = self.head(at, tokens);
-        transpose_rows(data, row_stride, into, stride, [rows, cols]);
-        Mat::new(into, cols, rows, stride)
     }
 
     /// The same tensor, if its elements are f32.
@@ -271,11 +267,8 @@ impl<'a, T> HeadsMut<'a, T> {
     ///
     /// # Safety
     /// While the view lives, no other view of the same sequence and head may share a token with it.
-    pub(crate) unsafe fn head(
-        &self,
-        (sequence, head): (usize, usize),
-        tokens: &Range<usize>,
-    ) -> MatMut<'_, T> {
+    pub(crate) unsafe fn head(&self, at: HeadAt, tokens: &Range<usize>) -> MatMut<'_, T> {
+        let HeadAt { sequence, head } = at;
         assert!(head < self.heads && tokens.end <= self.tokens);
         let row_stride = self.heads * self.head_dim;
         let start = ((sequence * self.tokens + tokens.start) * self.heads + head) * self.head_dim;

@@ -1,5 +1,7 @@
 //! The sizes of a call.
 
+use candle_core::{Result, Tensor};
+
 /// The sizes of a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Dims {
@@ -12,6 +14,13 @@ pub(super) struct Dims {
 }
 
 impl Dims {
+    /// Those of an output `[b, sq, hq, d]`, without its keys.
+    pub(super) fn from_output(o: &Tensor) -> Result<Self> {
+        let (batch, num_queries, num_heads, head_dim) = o.dims4()?;
+        let head_dim = head_dim.max(1);
+        Ok(Self { batch, num_queries, num_keys: 0, num_heads, num_kv_heads: 0, head_dim })
+    }
+
     /// `[b, sq, hq, d]`
     pub(super) fn q_shape(&self) -> [usize; 4] {
         [self.batch, self.num_queries, self.num_heads, self.head_dim]

@@ -1,7 +1,8 @@
 //! The tensors of a call, and the kernels that compute it.
 
-use super::AttentionLayout;
-use candle_core::Tensor;
+use super::{AttentionError, AttentionLayout, dims::Dims};
+use crate::arg_check::{ArgCheck, Argument};
+use candle_core::{DType, Tensor};
 
 /// The kernels that compute attention on a GPU. The CPU has one kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -56,4 +57,54 @@ pub struct Gradients<'a> {
     pub dk: &'a Tensor,
     /// Gradient of the values, summed likewise.
     pub dv: &'a Tensor,
+}
+
+/// Operands that match each other and the layout, and their sizes.
+pub(super) struct Problem<'a> {
+    pub(super) operands: Operands<'a>,
+    pub(super) dims: Dims,
+}
+
+impl<'a> Problem<'a> {
+    pub(super) fn new(call: ArgCheck, operands: &Operands<'a>) -> Result<Self, AttentionError> {
+        let Operands { q, k, v, layout, .. } = *operands;
+        let (_, _, num_kv_heads, _) = k.dims4()?;
+        let (_, _, _, head_dim) = q.dims4()?;
+        let dims = Dims {
+            batch: layout.batch(),
+            num_queries: layout.num_queries(),
+            num_keys: layout.num_keys(),
+            num_heads: layout.q_to_kv().len(),
+            num_kv_heads,
+            head_dim: head_dim.max(1),
+        };
+        expect(call, ("q", q), &dims.q_shape())?;
+        expect(call, ("k", k), &dims.kv_shape())?;
+        expect(call, ("v", v), &dims.kv_shape())?;
+        for (q_head, &kv_head) in layout.q_to_kv().iter().enumerate() {
+            if kv_head >= num_kv_heads {
+                return Err(AttentionError::NoSuchKvHead { op: call.op, q_head, kv_head, num_kv_heads });
+            }
+        }
+        Ok(Self { operands: *operands, dims })
+    }
+
+    /// Element type of all tensors but `lse` and `delta`, which are f32.
+    pub(super) fn dtype(&self) -> DType {
+        self.operands.q.dtype()
+    }
+}
+
+/// Checks that the tensor has exactly this shape.
+pub(super) fn expect(
+    call: ArgCheck,
+    argument: Argument<'_>,
+    expected: &[usize],
+) -> Result<(), AttentionError> {
+    let (name, tensor) = argument;
+    if tensor.dims() == expected {
+        return Ok(());
+    }
+    let (expected, got) = (expected.to_vec(), tensor.dims().to_vec());
+    Err(AttentionError::Shape { op: call.op, tensor: name, expected, got })
 }

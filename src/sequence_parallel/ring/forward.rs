@@ -29,7 +29,7 @@ impl Forward<'_> {
                 None if self.schedule.steps().len() == 1 => (o, lse),
                 None => (upcast(o, self.workspace)?, lse),
                 Some((sum, sum_lse)) => {
-                    merge([&sum, &sum_lse], [&o, &lse])?;
+                    merge(&sum, &sum_lse, &o, &lse)?;
                     [o, lse].into_iter().for_each(|part| self.workspace.recycle(part));
                     (sum, sum_lse)
                 }

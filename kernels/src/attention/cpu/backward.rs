@@ -5,15 +5,17 @@
 
 use super::{
     Precision, Problem, Upstream,
-    gathered::{KeyBlock, QueryBlock, QueryTerms, gather_blocks},
-    precision::from_tile_both,
-    scratch::{dq_lengths, keys_lengths, with_scratch},
-    softmax::{ROW_STRIDE, RowTerms, cap_scores, softmax_backward},
-    tiles::{KEY_BLOCK, QUERY_BLOCK, Rectangle, begin_at_multiples, cached_tokens, rectangles, strips},
+    gathered::{KeyBlock, QueryBlock, QueryTerms, SummedKeys},
+    precision::terms,
+    scratch::BackwardScratch,
+    softmax::{RowTerms, cap_scores, softmax_backward},
+    tiles::{
+        KEY_BLOCK, QUERY_BLOCK, Rectangle, begin_at_multiples, cached_tokens, rectangles, strips, within,
+    },
 };
-use crate::attention::blocks::blocks;
+use crate::attention::{VisibleRanges, blocks::blocks};
 use crate::cast::Float;
-use crate::matrix::{HeadsMut, Mat, MatMut, Store};
+use crate::matrix::{HeadAt, HeadsMut, Mat, MatMut, Store};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -54,7 +56,7 @@ pub(in crate::attention) fn backward<T: Precision>(
     let num_tasks = dims.batch * dims.num_kv_heads;
     if one_task_per_kv_head(num_tasks, rayon::current_num_threads()) {
         (0..num_tasks).into_par_iter().for_each(|index| {
-            pass.kv_head(index / dims.num_kv_heads, index % dims.num_kv_heads);
+            pass.kv_head(HeadAt::new(index, dims.num_kv_heads));
         });
     } else {
         pass.in_two_sweeps();
@@ -80,14 +82,14 @@ struct Pass<'a, T: Precision> {
 
 impl<T: Precision> Pass<'_, T> {
     /// All gradients of one KV head and the query heads that use it.
-    fn kv_head(&self, sequence: usize, kv_head: usize) {
+    fn kv_head(&self, at: HeadAt) {
         let dims = &self.problem.dims;
-        for head in self.query_heads(kv_head) {
+        for of_queries in self.query_heads(at) {
             // SAFETY: each query head has one KV head, so only that head's task accesses it.
-            unsafe { self.dq.head((sequence, head), &(0..dims.num_queries)) }.fill(0.0);
+            unsafe { self.dq.head(of_queries, &(0..dims.num_queries)) }.fill(0.0);
         }
         for keys in blocks(0..dims.num_keys, dims.num_keys, cached_tokens(KEY_BLOCK, dims.head_dim)) {
-            self.keys(sequence, kv_head, keys, true);
+            self.keys(at, keys, true);
         }
     }
 
@@ -95,134 +97,70 @@ impl<T: Precision> Pass<'_, T> {
         let dims = &self.problem.dims;
         let key_blocks = dims.num_keys.div_ceil(KEY_BLOCK);
         (0..dims.batch * dims.num_kv_heads * key_blocks).into_par_iter().for_each(|index| {
-            let (head, block) = (index / key_blocks, index % key_blocks);
-            let keys = block * KEY_BLOCK..dims.num_keys.min((block + 1) * KEY_BLOCK);
-            self.keys(head / dims.num_kv_heads, head % dims.num_kv_heads, keys, false);
+            let start = index % key_blocks * KEY_BLOCK;
+            let keys = start..dims.num_keys.min(start + KEY_BLOCK);
+            self.keys(HeadAt::new(index / key_blocks, dims.num_kv_heads), keys, false);
         });
         let query_blocks = dims.num_queries.div_ceil(QUERY_BLOCK);
         (0..dims.batch * dims.num_heads * query_blocks).into_par_iter().for_each(|index| {
-            let (head, block) = (index / query_blocks, index % query_blocks);
-            let queries = block * QUERY_BLOCK..dims.num_queries.min((block + 1) * QUERY_BLOCK);
-            self.query_block(head / dims.num_heads, head % dims.num_heads, queries);
+            let start = index % query_blocks * QUERY_BLOCK;
+            let queries = start..dims.num_queries.min(start + QUERY_BLOCK);
+            self.query_block(HeadAt::new(index / query_blocks, dims.num_heads), queries);
         });
     }
 
-    /// `dk` and `dv` of some blocks of keys, and with `add_to_dq` their contribution to `dq`. Queries are
+    /// `dk` and `dv` of some blocks of keys of a KV head, and with `add_to_dq` their contribution to `dq`. Queries are
     /// copied once for all of these blocks; the rectangles are those of single blocks.
-    fn keys(&self, sequence: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
-        let Problem { dims, layout, .. } = *self.problem;
-        let visible = layout.visible(sequence);
-        let lengths = keys_lengths::<T>(keys.len(), dims.head_dim);
-        with_scratch(lengths, |[p, ds, p_converted, ds_converted, k, k_t, v_t, q, dout, dk, dv]| {
-            let [dk, dv] = [dk, dv].map(|buffer| &mut buffer[..keys.len() * dims.head_dim]);
-            dk.fill(0.0);
-            dv.fill(0.0);
-            let mut cached =
-                gather_blocks(self.problem, (sequence, kv_head), &keys, [k, k_t, v_t], [&mut *dk, &mut *dv]);
-            for head in self.query_heads(kv_head) {
+    fn keys(&self, at: HeadAt, keys: Range<usize>, add_to_dq: bool) {
+        let Self { problem, upstream, .. } = self;
+        let Problem { dims, layout, .. } = problem;
+        let visible = layout.visible(at.sequence);
+        BackwardScratch::for_keys::<T>(keys.len(), dims.head_dim).with(|mut scratch| {
+            let mut cached: Vec<_> = blocks(keys.clone(), keys.end, KEY_BLOCK)
+                .map(|keys| SummedKeys::gather(problem, at, keys, &mut scratch))
+                .collect();
+            let BackwardScratch { p, ds, p_t, ds_t, ds_rows, q, dout, q_terms, dout_terms, .. } = scratch;
+            let mut strip = Strip { pass: self, visible, p, ds, p_t, ds_t, ds_rows };
+            for at in self.query_heads(at) {
                 for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
-                    let (problem, upstream) = (self.problem, self.upstream);
-                    let of_queries =
-                        QueryBlock::gather_both(problem, upstream, (sequence, head), queries, [q, dout]);
-                    for (block, gradients) in &mut cached {
-                        let buffers = [&mut *p, ds, p_converted, ds_converted];
-                        self.tile(sequence, head, (&of_queries, block), gradients, buffers, add_to_dq);
+                    let queries = QueryBlock::gather(problem, upstream, at, queries, q, dout);
+                    let terms = queries.gather_terms(problem, upstream, q_terms, dout_terms);
+                    for keys in &mut cached {
+                        strip.add_tile(&queries, &terms, keys, add_to_dq);
                     }
                 }
             }
-            // SAFETY: no other task has these keys of this sequence and KV head.
-            unsafe { self.dk.head((sequence, kv_head), &keys) }.round_from(dk);
-            // SAFETY: as above.
-            unsafe { self.dv.head((sequence, kv_head), &keys) }.round_from(dv);
-        });
-    }
-
-    /// Adds the contribution of a block of queries of one head to the `dk` and `dv` of a block of keys, and
-    /// with `add_to_dq` that of the keys to `dq`.
-    fn tile(
-        &self,
-        sequence: usize,
-        head: usize,
-        ((queries, terms), keys): (&(QueryBlock<'_, T>, QueryTerms<'_, T>), &KeyBlock<'_, T>),
-        [dk, dv]: &mut [&mut [f32]; 2],
-        [p, ds, p_converted, ds_converted]: [&mut [f32]; 4],
-        add_to_dq: bool,
-    ) {
-        const { assert!(begin_at_multiples(T::TERMS) && T::BACKWARD_STRIP.is_multiple_of(T::TERMS)) }
-        let Problem { kernel, scale, layout, .. } = *self.problem;
-        let rectangles =
-            rectangles(layout.visible(sequence), queries.queries.clone(), keys.keys.clone(), T::TERMS);
-        for rectangle in strips(rectangles, T::BACKWARD_STRIP) {
-            self.recompute(sequence, head, &rectangle, (queries, keys), [p, ds]);
-            let (num_queries, num_keys) = (rectangle.queries.len(), rectangle.keys.len());
-            let p_t = T::from_tile_transposed(p, num_queries, num_keys, p_converted);
-            let [q, dout] = terms.of(&rectangle, queries);
-            let (dk, dv) = (keys.rows_of(&rectangle, dk), keys.rows_of(&rectangle, dv));
-            T::multiply(kernel, dv, Store::Add, 1.0, p_t, dout);
-            let ds_t = if add_to_dq {
-                let [ds, ds_t] = from_tile_both::<T>(ds, num_queries, num_keys, ds_converted);
-                // SAFETY: each query head has one KV head, so only that head's task accesses it.
-                unsafe { self.add_to_dq(sequence, head, &rectangle, keys, ds) };
-                ds_t
-            } else {
-                T::from_tile_transposed(ds, num_queries, num_keys, ds_converted)
-            };
-            T::multiply(kernel, dk, Store::Add, scale, ds_t, q);
-        }
-    }
-
-    /// `dq` of a block of queries.
-    fn query_block(&self, sequence: usize, head: usize, queries: Range<usize>) {
-        let Problem { dims, layout, .. } = self.problem;
-        let visible = layout.visible(sequence);
-        let lengths = dq_lengths::<T>(queries.len(), dims.head_dim);
-        with_scratch(lengths, |[p, ds, buffer, k, k_t, v_t, q, dout]| {
-            // SAFETY: no other task has this sequence, head and block of queries.
-            unsafe { self.dq.head((sequence, head), &queries) }.fill(0.0);
-            let of_queries =
-                QueryBlock::gather(self.problem, self.upstream, (sequence, head), queries.clone(), [q, dout]);
-            for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
-                let kv_head = layout.q_to_kv()[head];
-                let block = KeyBlock::gather(self.problem, (sequence, kv_head), keys.clone(), [k, k_t, v_t]);
-                for rectangle in
-                    strips(rectangles(visible, queries.clone(), keys, T::TERMS), T::BACKWARD_STRIP)
-                {
-                    self.recompute(sequence, head, &rectangle, (&of_queries, &block), [p, ds]);
-                    let ds = T::from_tile(ds, rectangle.queries.len(), rectangle.keys.len(), buffer);
-                    // SAFETY: as above.
-                    unsafe { self.add_to_dq(sequence, head, &rectangle, &block, ds) };
-                }
+            for SummedKeys { block, dk, dv } in cached {
+                // SAFETY: no other task has these keys of this sequence and KV head.
+                unsafe { self.dk.head(at, &block.keys) }.round_from(dk);
+                // SAFETY: as above.
+                unsafe { self.dv.head(at, &block.keys) }.round_from(dv);
             }
         });
     }
 
-    /// Computes the probabilities `p` of a rectangle and the gradients `ds` of its scores, both `[queries,
-    /// keys]` with rows [`ROW_STRIDE`] apart.
-    fn recompute(
-        &self,
-        sequence: usize,
-        head: usize,
-        rectangle: &Rectangle,
-        (queries, keys): (&QueryBlock<'_, T>, &KeyBlock<'_, T>),
-        [p, ds]: [&mut [f32]; 2],
-    ) {
-        let Problem { kernel, dims, scale, layout, .. } = *self.problem;
-        let Upstream { lse, delta, .. } = self.upstream;
-        let (num_queries, num_keys) = (rectangle.queries.len(), rectangle.keys.len());
-        let [q, dout] = queries.of(rectangle);
-        let [k_t, v_t] = keys.transposed_of(rectangle);
-        let [scores, gradients] =
-            [&mut *p, &mut *ds].map(|tile| MatMut::new(tile, num_queries, num_keys, ROW_STRIDE));
-        T::multiply(kernel, scores, Store::Overwrite, scale, q, k_t);
-        T::multiply(kernel, gradients, Store::Overwrite, 1.0, dout, v_t);
-        let first = (sequence * dims.num_heads + head) * dims.num_queries + rectangle.queries.start;
-        let softcap = layout.logits().softcap;
-        if let Some(cap) = softcap {
-            cap_scores(rectangle, cap, p);
-        }
-        let terms =
-            RowTerms { lse: &lse[first..][..num_queries], delta: &delta[first..][..num_queries], softcap };
-        softmax_backward(rectangle, layout.visible(sequence), &terms, p, ds);
+    /// `dq` of a block of queries.
+    fn query_block(&self, at: HeadAt, queries: Range<usize>) {
+        let Self { problem, upstream, .. } = self;
+        let Problem { dims, layout, .. } = problem;
+        let visible = layout.visible(at.sequence);
+        let kv_head = HeadAt { head: layout.q_to_kv()[at.head], ..at };
+        BackwardScratch::for_queries::<T>(queries.len(), dims.head_dim).with(|scratch| {
+            let BackwardScratch { p, ds, p_t, ds_t, ds_rows, k, k_t, v_t, q, dout, .. } = scratch;
+            // SAFETY: no other task has this sequence, head and block of queries.
+            unsafe { self.dq.head(at, &queries) }.fill(0.0);
+            let queries = QueryBlock::gather(problem, upstream, at, queries, q, dout);
+            let mut strip = Strip { pass: self, visible, p, ds, p_t, ds_t, ds_rows };
+            for keys in blocks(visible.hull(&queries.queries), dims.num_keys, KEY_BLOCK) {
+                let keys = KeyBlock::gather(problem, kv_head, keys, k, k_t, v_t);
+                for rectangle in strip.all(&queries, &keys) {
+                    strip.recompute(&rectangle, &queries, &keys);
+                    let ds = T::from_tile(rectangle.scores(strip.ds), strip.ds_rows);
+                    // SAFETY: as above.
+                    unsafe { self.add_to_dq(&rectangle, at, &keys, ds) };
+                }
+            }
+        });
     }
 
     /// Adds `scale ds k` of a rectangle.
@@ -231,21 +169,102 @@ impl<T: Precision> Pass<'_, T> {
     /// No other thread may access these queries of this sequence and head of `dq` meanwhile.
     unsafe fn add_to_dq(
         &self,
-        sequence: usize,
-        head: usize,
         rectangle: &Rectangle,
+        at: HeadAt,
         block: &KeyBlock<'_, T>,
         ds: Mat<'_, T::Tile>,
     ) {
         // SAFETY: by this function's contract.
-        let dq = unsafe { self.dq.head((sequence, head), &rectangle.queries) };
+        let dq = unsafe { self.dq.head(at, &rectangle.queries) };
         let &Problem { kernel, scale, .. } = self.problem;
-        T::multiply(kernel, dq, Store::Add, scale, ds, block.terms_of(rectangle));
+        let k = block.k.rows(terms::<T>(within(&rectangle.keys, &block.keys)));
+        T::multiply(kernel, dq, Store::Add, scale, ds, k);
     }
 
-    fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> {
+    /// The query heads that use a KV head.
+    fn query_heads(&self, kv_head: HeadAt) -> impl Iterator<Item = HeadAt> {
         let q_to_kv = self.problem.layout.q_to_kv().iter().enumerate();
-        q_to_kv.filter(move |(_, used)| **used == kv_head).map(|(head, _)| head)
+        q_to_kv
+            .filter(move |(_, used)| **used == kv_head.head)
+            .map(move |(head, _)| HeadAt { head, ..kv_head })
+    }
+}
+
+/// The strip of a rectangle that a thread computes, in its scratch.
+struct Strip<'a, T: Precision> {
+    pass: &'a Pass<'a, T>,
+    /// Of the task's sequence.
+    visible: &'a VisibleRanges,
+    p: &'a mut [f32],
+    ds: &'a mut [f32],
+    p_t: &'a mut [f32],
+    ds_t: &'a mut [f32],
+    ds_rows: &'a mut [f32],
+}
+
+impl<'a, T: Precision> Strip<'a, T> {
+    /// The strips of a tile.
+    fn all(
+        &self,
+        queries: &QueryBlock<'_, T>,
+        keys: &KeyBlock<'_, T>,
+    ) -> impl Iterator<Item = Rectangle> + use<'a, T> {
+        const { assert!(begin_at_multiples(T::TERMS) && T::BACKWARD_STRIP.is_multiple_of(T::TERMS)) }
+        let rectangles = rectangles(self.visible, queries.queries.clone(), keys.keys.clone(), T::TERMS);
+        strips(rectangles, T::BACKWARD_STRIP)
+    }
+
+    /// Adds the contribution of a block of queries of one head to the `dk` and `dv` of a block of keys, and
+    /// with `add_to_dq` that of the keys to `dq`.
+    fn add_tile(
+        &mut self,
+        queries: &QueryBlock<'_, T>,
+        of_queries: &QueryTerms<'_, T>,
+        keys: &mut SummedKeys<'_, T>,
+        add_to_dq: bool,
+    ) {
+        let SummedKeys { block, dk, dv } = keys;
+        let Problem { kernel, dims, scale, .. } = *self.pass.problem;
+        for rectangle in self.all(queries, block) {
+            self.recompute(&rectangle, queries, block);
+            let in_queries = terms::<T>(within(&rectangle.queries, &queries.queries));
+            let first = within(&rectangle.keys, &block.keys).start * dims.head_dim;
+            let rows = |sums| MatMut::new(sums, rectangle.keys.len(), dims.head_dim, dims.head_dim);
+            let p_t = T::from_tile_transposed(rectangle.scores(self.p), self.p_t);
+            let dout = of_queries.dout.rows(in_queries.clone());
+            T::multiply(kernel, rows(&mut dv[first..]), Store::Add, 1.0, p_t, dout);
+            let ds = rectangle.scores(self.ds);
+            let ds_t = T::from_tile_transposed(ds, self.ds_t);
+            if add_to_dq {
+                // With one term per element, a copy serves both matmuls.
+                let ds = if T::TERMS == 1 { ds_t.t() } else { T::from_tile(ds, self.ds_rows) };
+                // SAFETY: each query head has one KV head, so only that head's task accesses it.
+                unsafe { self.pass.add_to_dq(&rectangle, queries.at, block, ds) };
+            }
+            let q = of_queries.q.rows(in_queries);
+            T::multiply(kernel, rows(&mut dk[first..]), Store::Add, scale, ds_t, q);
+        }
+    }
+
+    /// Computes the probabilities `p` of a rectangle and the gradients `ds` of its scores.
+    fn recompute(&mut self, rectangle: &Rectangle, queries: &QueryBlock<'_, T>, keys: &KeyBlock<'_, T>) {
+        let Problem { kernel, dims, scale, layout, .. } = *self.pass.problem;
+        let Upstream { lse, delta, .. } = self.pass.upstream;
+        let in_queries = within(&rectangle.queries, &queries.queries);
+        let in_keys = within(&rectangle.keys, &keys.keys);
+        let (q, k_t) = (queries.q.rows(in_queries.clone()), keys.k_t.columns(in_keys.clone()));
+        let (dout, v_t) = (queries.dout.rows(in_queries), keys.v_t.columns(in_keys));
+        T::multiply(kernel, rectangle.scores_mut(self.p), Store::Overwrite, scale, q, k_t);
+        T::multiply(kernel, rectangle.scores_mut(self.ds), Store::Overwrite, 1.0, dout, v_t);
+        let softcap = layout.logits().softcap;
+        if let Some(cap) = softcap {
+            cap_scores(rectangle, cap, self.p);
+        }
+        let HeadAt { sequence, head } = queries.at;
+        let first = (sequence * dims.num_heads + head) * dims.num_queries + rectangle.queries.start;
+        let rows = first..first + rectangle.queries.len();
+        let terms = RowTerms { lse: &lse[rows.clone()], delta: &delta[rows], softcap };
+        softmax_backward(rectangle, self.visible, &terms, self.p, self.ds);
     }
 }
 

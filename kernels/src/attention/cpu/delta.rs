@@ -4,7 +4,7 @@ use super::scratch::with_scratch;
 use super::softmax::row_dots;
 use crate::attention::blocks::blocks;
 use crate::cast::Float;
-use crate::matrix::Heads;
+use crate::matrix::{HeadAt, Heads};
 use rayon::prelude::*;
 
 /// Tokens that are converted to f32 at a time.
@@ -14,7 +14,7 @@ const TOKENS: usize = 64;
 pub(in crate::attention) fn delta<E: Float>(o: &Heads<'_, E>, dout: &Heads<'_, E>, delta: &mut [f32]) {
     let (num_tokens, head_dim) = (o.num_tokens(), o.head_dim());
     delta.par_chunks_mut(num_tokens.max(1)).enumerate().for_each(|(index, delta)| {
-        let at = (index / o.num_heads(), index % o.num_heads());
+        let at = HeadAt::new(index, o.num_heads());
         if let (Some(o), Some(dout)) = (o.as_f32(), dout.as_f32()) {
             return row_dots(o.head_slice(at), dout.head_slice(at), o.row_stride(), head_dim, delta);
         }

@@ -5,14 +5,13 @@
 //! compared with packing it for every matmul.
 
 use super::precision::{Form, Precision};
-use super::softmax::ROW_STRIDE;
+use super::tiles::ROW_STRIDE;
 use crate::gemm::tile::{TILE, pairs_of, transpose, word_of};
 use crate::gemm::unpacked::{StridedRows, round_neighbors, round_rows};
-use crate::matrix::{Heads, Mat, MatMut, Store, multiply_words};
+use crate::matrix::{Mat, MatMut, Store, multiply_words};
 use crate::simd::simd_kernel;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
-use std::ops::Range;
 
 /// Matmuls of bf16 pairs, with f32 sums.
 pub(in crate::attention) struct InPairs;
@@ -45,47 +44,36 @@ impl Precision for InPairs {
         0
     }
 
-    fn gather<'b>(
-        heads: &Heads<'_, bf16>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        form: Form,
-        memory: &'b mut [f32],
-    ) -> Mat<'b, u32> {
-        let (elements, [rows, cols], [stride, _]) = heads.head(at, tokens).parts();
+    fn gather<'b>(tokens: Mat<'_, bf16>, form: Form, memory: &'b mut [f32]) -> Mat<'b, u32> {
+        let (elements, [rows, cols], [stride, _]) = tokens.parts();
         let (bits, words) = (elements.reinterpret_cast(), words_in(memory));
         match form {
             Form::Rows => {
-                pairs_of_rows(bits, stride, (rows, cols), words);
+                pairs_of_rows(bits, stride, rows, cols, words);
                 Mat::new(words, rows, pairs(cols), pairs(cols))
             }
             Form::TokenTerms => {
-                rows_of_pairs(bits, stride, (rows, cols), words);
+                rows_of_pairs(bits, stride, rows, cols, words);
                 Mat::new(words, pairs(rows), cols, cols)
             }
             Form::Transposed => {
-                columns_of_pairs(bits, stride, (rows, cols), words);
+                columns_of_pairs(bits, stride, rows, cols, words);
                 Mat::new(words, pairs(cols), rows, ROW_STRIDE)
             }
         }
     }
 
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, u32> {
-        let words = words_in(buffer);
+    fn from_tile<'a>(tile: Mat<'a>, buffer: &'a mut [f32]) -> Mat<'a, u32> {
+        let ((elements, [rows, cols], [stride, _]), words) = (tile.parts(), words_in(buffer));
         let target = StridedRows { elements: &mut words[..], stride: ROW_STRIDE / 2 };
-        round_neighbors(StridedRows { elements: tile, stride: ROW_STRIDE }, [rows, cols], target);
+        round_neighbors(StridedRows { elements, stride }, [rows, cols], target);
         Mat::new(words, rows, pairs(cols), ROW_STRIDE / 2)
     }
 
-    fn from_tile_transposed<'a>(
-        tile: &'a [f32],
-        rows: usize,
-        cols: usize,
-        buffer: &'a mut [f32],
-    ) -> Mat<'a, u32> {
-        let words = words_in(buffer);
+    fn from_tile_transposed<'a>(tile: Mat<'a>, buffer: &'a mut [f32]) -> Mat<'a, u32> {
+        let ((elements, [rows, cols], [stride, _]), words) = (tile.parts(), words_in(buffer));
         let target = StridedRows { elements: &mut words[..], stride: ROW_STRIDE };
-        round_rows(StridedRows { elements: tile, stride: ROW_STRIDE }, [rows, cols], target);
+        round_rows(StridedRows { elements, stride }, [rows, cols], target);
         Mat::new(words, pairs(rows), cols, ROW_STRIDE).t()
     }
 
@@ -105,8 +93,7 @@ fn words_in(memory: &mut [f32]) -> &mut [u32] {
 
 simd_kernel! {
     /// Combines adjacent elements of a row into words.
-    fn pairs_of_rows<S>(bits: &[u16], stride: usize, sizes: (usize, usize), words: &mut [u32]) {
-        let (rows, cols) = sizes;
+    fn pairs_of_rows<S>(bits: &[u16], stride: usize, rows: usize, cols: usize, words: &mut [u32]) {
         for (row, words) in words.chunks_exact_mut(cols.div_ceil(2)).take(rows).enumerate() {
             let row = &bits[row * stride..][..cols];
             for (words, bits) in words.chunks_mut(TILE).zip(row.chunks(2 * TILE)) {
@@ -122,8 +109,7 @@ simd_kernel! {
 
 simd_kernel! {
     /// Combines each element with the one below it into a word; zeros follow the last row.
-    fn rows_of_pairs<S>(bits: &[u16], stride: usize, sizes: (usize, usize), words: &mut [u32]) {
-        let (rows, cols) = sizes;
+    fn rows_of_pairs<S>(bits: &[u16], stride: usize, rows: usize, cols: usize, words: &mut [u32]) {
         for (row, words) in (0..rows).step_by(2).zip(words.chunks_exact_mut(cols)) {
             let above = &bits[row * stride..][..cols];
             if row + 1 < rows {
@@ -142,8 +128,7 @@ simd_kernel! {
 
 simd_kernel! {
     /// As [`pairs_of_rows`], written as columns of words [`ROW_STRIDE`] apart.
-    fn columns_of_pairs<S>(bits: &[u16], stride: usize, sizes: (usize, usize), words: &mut [u32]) {
-        let (rows, cols) = sizes;
+    fn columns_of_pairs<S>(bits: &[u16], stride: usize, rows: usize, cols: usize, words: &mut [u32]) {
         for first_row in (0..rows).step_by(TILE) {
             for first_col in (0..cols).step_by(2 * TILE) {
                 let mut tile = [[0; TILE]; TILE];

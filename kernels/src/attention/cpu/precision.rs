@@ -3,11 +3,11 @@
 //! Scores, probabilities and their gradients are f32 tiles in either case. As operands of a bf16 matmul they
 //! are rounded to bf16, as in FlashAttention (Dao 2023: `P` and `dS` are converted before the second matmul).
 
-use super::softmax::ROW_STRIDE;
+use super::tiles::ROW_STRIDE;
 use crate::cast::Float;
 use crate::gemm::bf16::{Block, Kernel, multiply_on_caller, packed_bytes};
 use crate::gemm::operand::MatmulOperand;
-use crate::matrix::{Heads, Mat, MatMut, Store, multiply_f32};
+use crate::matrix::{Mat, MatMut, Store, multiply_f32};
 use crate::simd::simd_kernel;
 use half::bf16;
 use std::marker::PhantomData;
@@ -56,31 +56,25 @@ pub(in crate::attention) trait Precision: Sync + 'static {
     /// Bytes that a thread retains after multiplying tiles of `queries` by `keys`.
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
 
-    /// Copies some tokens of one head to `memory`.
-    fn gather<'b>(
-        heads: &Heads<'_, Self::Element>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        form: Form,
-        memory: &'b mut [f32],
-    ) -> Mat<'b, Self::Tile>;
+    /// Copies some tokens of one head, `[tokens, head_dim]`, to `memory`.
+    fn gather<'b>(tokens: Mat<'_, Self::Element>, form: Form, memory: &'b mut [f32]) -> Mat<'b, Self::Tile>;
 
-    /// A tile of f32 values as the left operand of a matmul over its columns, `[rows, cols / TERMS]`.
-    /// Converted in `buffer` if necessary.
-    ///
-    /// # Shapes
-    /// `tile` has rows of `cols` values [`ROW_STRIDE`] apart.
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32])
-    -> Mat<'a, Self::Tile>;
+    /// The tokens as [`Form::TokenTerms`], copied to `memory` unless `rows`, their copy as [`Form::Rows`], serves as that.
+    fn gather_terms<'b>(
+        tokens: Mat<'_, Self::Element>,
+        rows: Mat<'b, Self::Tile>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, Self::Tile> {
+        if Self::TERMS == 1 { rows } else { Self::gather(tokens, Form::TokenTerms, memory) }
+    }
+
+    /// A tile of f32 values, with rows [`ROW_STRIDE`] apart, as the left operand of a matmul over its columns:
+    /// `[rows, cols / TERMS]`. Converted in `buffer` if necessary.
+    fn from_tile<'a>(tile: Mat<'a>, buffer: &'a mut [f32]) -> Mat<'a, Self::Tile>;
 
     /// The left operand of a matmul over the tile's rows: `[cols, rows / TERMS]`.
-    fn from_tile_transposed<'a>(
-        tile: &'a [f32],
-        rows: usize,
-        cols: usize,
-        buffer: &'a mut [f32],
-    ) -> Mat<'a, Self::Tile> {
-        Self::from_tile(tile, rows, cols, buffer).t()
+    fn from_tile_transposed<'a>(tile: Mat<'a>, buffer: &'a mut [f32]) -> Mat<'a, Self::Tile> {
+        Self::from_tile(tile, buffer).t()
     }
 
     /// Computes `dst (+)= factor * lhs * rhs` on the calling thread.
@@ -97,47 +91,6 @@ pub(in crate::attention) trait Precision: Sync + 'static {
 /// The rows of these tokens in a copy of [`Form::TokenTerms`] that begins with token 0.
 pub(super) fn terms<T: Precision>(tokens: Range<usize>) -> Range<usize> {
     tokens.start / T::TERMS..tokens.end.div_ceil(T::TERMS)
-}
-
-/// Scratch for [`gather_both`].
-pub(super) fn both_scratch<T: Precision>(tokens: usize, head_dim: usize) -> usize {
-    let of_terms = if T::TERMS == 1 { 0 } else { T::scratch(Form::TokenTerms, tokens, head_dim) };
-    T::scratch(Form::Rows, tokens, head_dim) + of_terms
-}
-
-/// Copies as [`Form::Rows`] and as [`Form::TokenTerms`], which may be the same copy.
-pub(super) fn gather_both<'b, T: Precision>(
-    heads: &Heads<'_, T::Element>,
-    at: (usize, usize),
-    tokens: &Range<usize>,
-    memory: &'b mut [f32],
-) -> [Mat<'b, T::Tile>; 2] {
-    if T::TERMS == 1 {
-        return [T::gather(heads, at, tokens, Form::Rows, memory); 2];
-    }
-    let (of_rows, of_terms) = memory.split_at_mut(T::scratch(Form::Rows, tokens.len(), heads.head_dim()));
-    [(Form::Rows, of_rows), (Form::TokenTerms, of_terms)]
-        .map(|(form, memory)| T::gather(heads, at, tokens, form, memory))
-}
-
-/// Scratch for [`from_tile_both`].
-pub(super) fn both_tiles_scratch<T: Precision>(rows: usize) -> usize {
-    T::TERMS.min(2) * T::tile_scratch(rows)
-}
-
-/// [`Precision::from_tile`] and [`Precision::from_tile_transposed`].
-pub(super) fn from_tile_both<'a, T: Precision>(
-    tile: &'a [f32],
-    rows: usize,
-    cols: usize,
-    buffer: &'a mut [f32],
-) -> [Mat<'a, T::Tile>; 2] {
-    if T::TERMS == 1 {
-        let tile = T::from_tile(tile, rows, cols, buffer);
-        return [tile, tile.t()];
-    }
-    let (buffer, transposed) = buffer.split_at_mut(T::tile_scratch(rows));
-    [T::from_tile(tile, rows, cols, buffer), T::from_tile_transposed(tile, rows, cols, transposed)]
 }
 
 /// Scratch for a copy in f32.
@@ -175,21 +128,15 @@ impl<E: Float> Precision for InF32<E> {
         0
     }
 
-    fn gather<'b>(
-        heads: &Heads<'_, E>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        form: Form,
-        memory: &'b mut [f32],
-    ) -> Mat<'b> {
+    fn gather<'b>(tokens: Mat<'_, E>, form: Form, memory: &'b mut [f32]) -> Mat<'b> {
         match form {
-            Form::Rows | Form::TokenTerms => heads.gather_f32(at, tokens, memory),
-            Form::Transposed => heads.gather_transposed(at, tokens, ROW_STRIDE, memory),
+            Form::Rows | Form::TokenTerms => tokens.gather_f32(memory),
+            Form::Transposed => tokens.gather_transposed(ROW_STRIDE, memory),
         }
     }
 
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, _: &'a mut [f32]) -> Mat<'a> {
-        Mat::new(tile, rows, cols, ROW_STRIDE)
+    fn from_tile<'a>(tile: Mat<'a>, _: &'a mut [f32]) -> Mat<'a> {
+        tile
     }
 
     fn multiply((): (), dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
@@ -223,23 +170,18 @@ impl Precision for InBf16 {
         packed_bytes([queries, keys.max(head_dim), keys.max(head_dim)])
     }
 
-    fn gather<'b>(
-        heads: &Heads<'_, bf16>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        form: Form,
-        memory: &'b mut [f32],
-    ) -> Mat<'b, bf16> {
-        let copy = heads.gather(at, tokens, scratch_as_bf16(memory));
+    fn gather<'b>(tokens: Mat<'_, bf16>, form: Form, memory: &'b mut [f32]) -> Mat<'b, bf16> {
+        let copy = tokens.gather(scratch_as_bf16(memory));
         match form {
             Form::Rows | Form::TokenTerms => copy,
             Form::Transposed => copy.t(),
         }
     }
 
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, bf16> {
+    fn from_tile<'a>(tile: Mat<'a>, buffer: &'a mut [f32]) -> Mat<'a, bf16> {
+        let (values, [rows, cols], _) = tile.parts();
         let rounded = scratch_as_bf16(buffer);
-        round_rows(tile, rows, cols, rounded);
+        round_rows(values, rows, cols, rounded);
         Mat::new(rounded, rows, cols, ROW_STRIDE)
     }
 
@@ -255,7 +197,7 @@ impl Precision for InBf16 {
         let (lhs, rhs) = (lines_of(lhs), lines_of(rhs.t()));
         let add = store == Store::Add;
         multiply_on_caller(kernel, &lhs, &rhs, |row, column, sums| {
-            store_scaled(&mut dst, (row, column), sums, factor, add);
+            store_scaled(&mut dst, row, column, sums, factor, add);
         });
     }
 }
@@ -285,10 +227,17 @@ simd_kernel! {
 }
 
 simd_kernel! {
-    fn store_scaled<S>(dst: &mut MatMut<'_>, at: (usize, usize), sums: Block<'_>, factor: f32, add: bool) {
-        let ((first_row, column), Block { rows, width }) = (at, sums);
-        for (row, sums) in (first_row..).zip(rows) {
-            for (element, sum) in dst.row(row)[column..column + width].iter_mut().zip(sums) {
+    /// Writes the sums of a block to `dst` from an element on, or adds them.
+    fn store_scaled<S>(
+        dst: &mut MatMut<'_>,
+        first_row: usize,
+        column: usize,
+        sums: Block<'_>,
+        factor: f32,
+        add: bool,
+    ) {
+        for (row, row_sums) in (first_row..).zip(sums.rows) {
+            for (element, sum) in dst.row(row)[column..column + sums.width].iter_mut().zip(row_sums) {
                 let old = if add { *element } else { 0.0 };
                 *element = S::mul_add(factor, *sum, old);
             }

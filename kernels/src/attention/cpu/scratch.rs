@@ -1,8 +1,8 @@
 //! Scratch memory that each thread keeps between calls.
 
-use super::precision::{Form, Precision, both_scratch, both_tiles_scratch};
-use super::softmax::{ROW_STRIDE, SUMS};
-use super::tiles::{KEY_BLOCK, QUERY_BLOCK, cached_tokens};
+use super::precision::{Form, Precision};
+use super::softmax::SUMS;
+use super::tiles::{KEY_BLOCK, QUERY_BLOCK, ROW_STRIDE, cached_tokens};
 use crate::scratch::{self, Scratch, total};
 
 thread_local! {
@@ -17,6 +17,74 @@ pub(super) fn with_scratch<const N: usize, R>(
     scratch::with_scratch(&SCRATCH, lengths, work)
 }
 
+/// Declares the buffers of a task, `$name<&mut [f32]>`, and their lengths, `$name<usize>`.
+macro_rules! buffers {
+    ($(#[$doc:meta])* $name:ident { $($(#[$of_field:meta])* $field:ident,)+ }) => {
+        $(#[$doc])*
+        pub(super) struct $name<B> {
+            $($(#[$of_field])* pub(super) $field: B,)+
+        }
+
+        impl $name<usize> {
+            /// Calls `work` with buffers of these lengths, with unspecified content.
+            pub(super) fn with<R>(self, work: impl FnOnce($name<&mut [f32]>) -> R) -> R {
+                with_scratch([$(self.$field),+], |[$($field),+]| work($name { $($field),+ }))
+            }
+
+            fn total(self) -> usize {
+                total([$(self.$field),+])
+            }
+        }
+    };
+}
+
+buffers! {
+    /// The buffers of a forward task.
+    ForwardScratch {
+        /// A strip of scores, then of probabilities.
+        scores,
+        /// The probabilities as an operand.
+        p,
+        /// Queries.
+        q,
+        /// A block of transposed keys.
+        k_t,
+        /// A block of values.
+        v,
+        /// See [`Running`](super::softmax::Running).
+        output,
+        max,
+        sums,
+    }
+}
+
+buffers! {
+    /// The buffers of a backward task.
+    BackwardScratch {
+        /// A strip of scores, then of probabilities.
+        p,
+        /// Their gradients.
+        ds,
+        /// Both as operands: transposed for the gradients of keys and values, and for that of queries.
+        p_t,
+        ds_t,
+        ds_rows,
+        /// Keys and values; see [`KeyBlock`](super::gathered::KeyBlock).
+        k,
+        k_t,
+        v_t,
+        /// Their gradients.
+        dk,
+        dv,
+        /// A block of queries and of the output's gradient; see [`QueryBlock`](super::gathered::QueryBlock).
+        q,
+        dout,
+        /// The same for matmuls over the queries, if these need other copies.
+        q_terms,
+        dout_terms,
+    }
+}
+
 /// Maximum bytes of the buffers of a pass over sequences of `num_tokens` tokens. A backward pass in two
 /// sweeps needs only those of a block of keys.
 pub(in crate::attention) fn scratch_bytes<T: Precision>(
@@ -25,44 +93,74 @@ pub(in crate::attention) fn scratch_bytes<T: Precision>(
     backward: bool,
 ) -> usize {
     let elements = if backward {
-        total(keys_lengths::<T>(num_tokens, head_dim))
+        BackwardScratch::for_keys::<T>(num_tokens, head_dim).total()
     } else {
-        total(queries_lengths::<T>(num_tokens, head_dim))
+        ForwardScratch::for_queries::<T>(num_tokens, head_dim).total()
     };
     elements * size_of::<f32>() + T::packed_bytes(T::STRIP.max(T::BACKWARD_STRIP), KEY_BLOCK, head_dim)
 }
 
-/// Lengths of the buffers of a forward task of up to `num_queries` queries: scores, their conversion,
-/// queries, transposed keys, values, output, maxima and sums.
-pub(super) fn queries_lengths<T: Precision>(num_queries: usize, head_dim: usize) -> [usize; 8] {
-    let rows = num_queries.min(cached_tokens(QUERY_BLOCK, head_dim));
-    let strip = rows.min(T::STRIP);
-    let (tile, buffer) = (strip * ROW_STRIDE, T::tile_scratch(strip));
-    let (of_queries, of_keys) =
-        (T::scratch(Form::Rows, rows, head_dim), T::scratch(Form::TokenTerms, KEY_BLOCK, head_dim));
-    let (columns, output) = (T::scratch(Form::Transposed, KEY_BLOCK, head_dim), rows * head_dim);
-    [tile, buffer, of_queries, columns, of_keys, output, rows, rows * SUMS]
+impl ForwardScratch<usize> {
+    /// Lengths for up to `num_queries` queries.
+    pub(super) fn for_queries<T: Precision>(num_queries: usize, head_dim: usize) -> Self {
+        let rows = num_queries.min(cached_tokens(QUERY_BLOCK, head_dim));
+        let strip = rows.min(T::STRIP);
+        Self {
+            scores: strip * ROW_STRIDE,
+            p: T::tile_scratch(strip),
+            q: T::scratch(Form::Rows, rows, head_dim),
+            k_t: T::scratch(Form::Transposed, KEY_BLOCK, head_dim),
+            v: T::scratch(Form::TokenTerms, KEY_BLOCK, head_dim),
+            output: rows * head_dim,
+            max: rows,
+            sums: rows * SUMS,
+        }
+    }
 }
 
-/// Lengths of the buffers of a backward task of up to `num_keys` keys: two tiles and their conversions; keys;
-/// transposed keys and values; queries and the output's gradient; the gradients of keys and values.
-pub(super) fn keys_lengths<T: Precision>(num_keys: usize, head_dim: usize) -> [usize; 11] {
-    let keys = num_keys.min(cached_tokens(KEY_BLOCK, head_dim));
-    let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let (buffer, buffers) = (T::tile_scratch(T::BACKWARD_STRIP), both_tiles_scratch::<T>(T::BACKWARD_STRIP));
-    let (of_keys, of_queries) =
-        (T::scratch(Form::TokenTerms, keys, head_dim), both_scratch::<T>(QUERY_BLOCK, head_dim));
-    let columns = keys.div_ceil(KEY_BLOCK) * T::scratch(Form::Transposed, KEY_BLOCK, head_dim);
-    let gradient = keys * head_dim;
-    [tile, tile, buffer, buffers, of_keys, columns, columns, of_queries, of_queries, gradient, gradient]
-}
+impl BackwardScratch<usize> {
+    /// Lengths for the gradients of up to `num_keys` keys and their values, and maybe of queries.
+    pub(super) fn for_keys<T: Precision>(num_keys: usize, head_dim: usize) -> Self {
+        let keys = num_keys.min(cached_tokens(KEY_BLOCK, head_dim));
+        let columns = keys.div_ceil(KEY_BLOCK) * T::scratch(Form::Transposed, KEY_BLOCK, head_dim);
+        let (tile, queries) = (T::tile_scratch(T::BACKWARD_STRIP), QUERY_BLOCK);
+        // With one term per element, a copy serves both kinds of matmuls.
+        let second = |scratch| if T::TERMS == 1 { 0 } else { scratch };
+        let terms = second(T::scratch(Form::TokenTerms, queries, head_dim));
+        Self {
+            p_t: tile,
+            ds_t: tile,
+            ds_rows: second(tile),
+            k: T::scratch(Form::TokenTerms, keys, head_dim),
+            k_t: columns,
+            v_t: columns,
+            dk: keys * head_dim,
+            dv: keys * head_dim,
+            q_terms: terms,
+            dout_terms: terms,
+            ..Self::for_queries::<T>(queries, head_dim)
+        }
+    }
 
-/// As [`keys_lengths`], for a task that computes only the gradient of `queries` queries.
-pub(super) fn dq_lengths<T: Precision>(queries: usize, head_dim: usize) -> [usize; 8] {
-    let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let (buffer, columns) =
-        (T::tile_scratch(T::BACKWARD_STRIP), T::scratch(Form::Transposed, KEY_BLOCK, head_dim));
-    let (of_keys, of_queries) =
-        (T::scratch(Form::TokenTerms, KEY_BLOCK, head_dim), T::scratch(Form::Rows, queries, head_dim));
-    [tile, tile, buffer, of_keys, columns, columns, of_queries, of_queries]
+    /// Lengths for the gradient of `num_queries` queries alone.
+    pub(super) fn for_queries<T: Precision>(num_queries: usize, head_dim: usize) -> Self {
+        let columns = T::scratch(Form::Transposed, KEY_BLOCK, head_dim);
+        let rows = T::scratch(Form::Rows, num_queries, head_dim);
+        Self {
+            p: T::BACKWARD_STRIP * ROW_STRIDE,
+            ds: T::BACKWARD_STRIP * ROW_STRIDE,
+            p_t: 0,
+            ds_t: 0,
+            ds_rows: T::tile_scratch(T::BACKWARD_STRIP),
+            k: T::scratch(Form::TokenTerms, KEY_BLOCK, head_dim),
+            k_t: columns,
+            v_t: columns,
+            dk: 0,
+            dv: 0,
+            q: rows,
+            dout: rows,
+            q_terms: 0,
+            dout_terms: 0,
+        }
+    }
 }

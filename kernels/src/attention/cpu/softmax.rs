@@ -4,14 +4,13 @@
 //! neither masks nor remainders.
 
 use super::exp::exp;
-use super::tiles::{KEY_BLOCK, Rectangle};
+use super::tiles::{ROW_STRIDE, Rectangle, within};
 use crate::attention::{VisibleRanges, blocks::intersect};
+use crate::cast::Float;
+use crate::matrix::MatMut;
 use crate::simd::{Isa, LANES, Lanes, dot, max_lanes, max_of_lanes, simd_kernel};
 use crate::softcap::{slope, softcap};
 use std::ops::Range;
-
-/// Distance between two rows of scores. Not a power of two, so that a column is spread over the cache sets.
-pub(super) const ROW_STRIDE: usize = KEY_BLOCK + LANES;
 
 /// Partial sums of exponentials per query: one per lane. They are added up after the last key.
 pub(super) const SUMS: usize = LANES / 2;
@@ -28,6 +27,39 @@ pub(super) struct Running<'a> {
     pub(super) head_dim: usize,
     /// The block's first query.
     pub(super) first_query: usize,
+}
+
+impl<'a> Running<'a> {
+    /// The state before the first key, in buffers of at least these queries.
+    pub(super) fn new(
+        queries: &Range<usize>,
+        head_dim: usize,
+        max: &'a mut [f32],
+        sums: &'a mut [f32],
+        output: &'a mut [f32],
+    ) -> Self {
+        let rows = queries.len();
+        let (max, sums) = (&mut max[..rows], &mut sums.as_chunks_mut().0[..rows]);
+        let output = &mut output[..rows * head_dim];
+        max.fill(f32::NEG_INFINITY);
+        sums.fill([0.0; SUMS]);
+        output.fill(0.0);
+        Self { max, sums, output, head_dim, first_query: queries.start }
+    }
+
+    /// Divides by the denominators, and writes the output and their logarithms; a query without visible keys gets 0 and
+    /// -inf.
+    pub(super) fn finish<E: Float>(self, mut o: MatMut<'_, E>, lse: &mut [f32]) {
+        let rows = self.output.chunks_mut(self.head_dim);
+        let states = self.max.iter().zip(self.sums.iter());
+        for ((lse, output), (&max, sums)) in lse.iter_mut().zip(rows).zip(states) {
+            let sum: f32 = sums.iter().sum();
+            let inverse = if max == f32::NEG_INFINITY { 0.0 } else { 1.0 / sum };
+            *lse = max + sum.ln();
+            output.iter_mut().for_each(|output| *output *= inverse);
+        }
+        o.round_from(self.output);
+    }
 }
 
 simd_kernel! {
@@ -58,9 +90,10 @@ simd_kernel! {
     ) {
         // All rows' maxima first: the exponentials of a row depend on its maximum, which is a chain of
         // comparisons.
+        let width = rectangle.keys.len().next_multiple_of(LANES);
         for (query, row) in rectangle.queries.clone().zip(scores.chunks_mut(ROW_STRIDE)) {
-            let (seen, row) = visible_part(rectangle, visible, query, row);
-            hide(row, &seen);
+            let row = &mut row[..width];
+            hide(row, &seen_keys(rectangle, visible, query));
             let index = query - running.first_query;
             // Rare after the first keys, so checking lane maxima is enough; the row's exact maximum is not
             // needed.
@@ -69,9 +102,9 @@ simd_kernel! {
             }
         }
         for (query, row) in rectangle.queries.clone().zip(scores.chunks_mut(ROW_STRIDE)) {
-            let (seen, row) = visible_part(rectangle, visible, query, row);
+            let row = &mut row[..width];
             let index = query - running.first_query;
-            if seen.is_empty() {
+            if seen_keys(rectangle, visible, query).is_empty() {
                 row.fill(0.0);
             } else {
                 add_powers::<S>(row, running.max[index], &mut running.sums[index]);
@@ -121,9 +154,10 @@ simd_kernel! {
         let rows = scores.chunks_mut(ROW_STRIDE).zip(gradients.chunks_mut(ROW_STRIDE));
         let softcap = terms.softcap;
         let terms = terms.lse.iter().zip(terms.delta);
+        let width = rectangle.keys.len().next_multiple_of(LANES);
         for ((query, (scores, gradients)), (&lse, &delta)) in rectangle.queries.clone().zip(rows).zip(terms) {
-            let (seen, scores) = visible_part(rectangle, visible, query, scores);
-            let gradients = &mut gradients[..scores.len()];
+            let (scores, gradients) = (&mut scores[..width], &mut gradients[..width]);
+            let seen = seen_keys(rectangle, visible, query);
             if seen.is_empty() {
                 scores.fill(0.0);
                 gradients.fill(0.0);
@@ -147,17 +181,10 @@ simd_kernel! {
     }
 }
 
-/// The visible keys of the rectangle for a query, relative to its first key, and the row up to whole vectors.
+/// The visible keys of the rectangle for a query, relative to its first key.
 #[inline(always)]
-fn visible_part<'a>(
-    rectangle: &Rectangle,
-    visible: &VisibleRanges,
-    query: usize,
-    row: &'a mut [f32],
-) -> (Range<usize>, &'a mut [f32]) {
-    let seen = intersect(&visible.of(query), &rectangle.keys);
-    let padded = rectangle.keys.len().next_multiple_of(LANES);
-    (seen.start - rectangle.keys.start..seen.end - rectangle.keys.start, &mut row[..padded])
+fn seen_keys(rectangle: &Rectangle, visible: &VisibleRanges, query: usize) -> Range<usize> {
+    within(&intersect(&visible.of(query), &rectangle.keys), &rectangle.keys)
 }
 
 /// Sets everything except the visible part to -inf.

@@ -4,12 +4,16 @@ use crate::attention::{
     VisibleRanges,
     blocks::{blocks, intersect},
 };
+use crate::matrix::{Mat, MatMut};
+use crate::simd::LANES;
 use std::ops::Range;
 
 /// Queries per tile. A multiple of the step of every [`Precision`](super::Precision).
 pub(super) const QUERY_BLOCK: usize = 480;
 /// Keys per tile.
 pub(super) const KEY_BLOCK: usize = 256;
+/// Distance between two rows of scores. Not a power of two, so that a column is spread over the cache sets.
+pub(super) const ROW_STRIDE: usize = KEY_BLOCK + LANES;
 /// Maximum number of elements of a head that a task copies together, unless a tile is larger. They stay in
 /// the second-level cache, so the other operand is copied only once for all of them.
 const CACHED_ELEMENTS: usize = 1 << 17;
@@ -34,6 +38,18 @@ pub(super) fn cached_tokens(tile: usize, head_dim: usize) -> usize {
 pub(super) struct Rectangle {
     pub(super) queries: Range<usize>,
     pub(super) keys: Range<usize>,
+}
+
+impl Rectangle {
+    /// Its scores in a buffer, or others of their shape, `[queries, keys]`.
+    pub(super) fn scores<'a>(&self, buffer: &'a [f32]) -> Mat<'a> {
+        Mat::new(buffer, self.queries.len(), self.keys.len(), ROW_STRIDE)
+    }
+
+    /// The same to write.
+    pub(super) fn scores_mut<'a>(&self, buffer: &'a mut [f32]) -> MatMut<'a> {
+        MatMut::new(buffer, self.queries.len(), self.keys.len(), ROW_STRIDE)
+    }
 }
 
 /// Cuts the rectangles into strips of at most `rows` queries.

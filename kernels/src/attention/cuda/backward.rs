@@ -5,14 +5,15 @@
 //! the query heads that share a KV head. `dq` is summed in f32 over the keys that fit the buffer of sums, and
 //! beyond that in the tensor itself.
 
-use super::{
-    Problem, Tiling,
-    pass::{Pass, QueryBlock, ScratchSize, align, scratch, sizes},
-    tiling::{HeadChunk, Tile},
+use super::pass::{Pass, QueryBlock, align, scratch, sizes};
+use super::tiling::{HeadChunk, Tile, Tiling};
+use crate::attention::{
+    blocks::blocks,
+    dims::Dims,
+    operands::{Gradients, Operands, Problem, Upstream},
 };
-use crate::attention::{Gradients, Upstream, blocks::blocks, dims::Dims};
 use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, MatrixAt, sources::ATTENTION};
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
 /// Writes the gradients.
@@ -23,17 +24,18 @@ pub(in crate::attention) fn backward(
     gradients: &Gradients<'_>,
     tiling: &Tiling,
 ) -> Result<(), DeviceError> {
-    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
+    let Problem { operands: Operands { q, k, v, scale, layout, .. }, dims } = *problem;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
+    let dtype = problem.dtype();
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
     let chunks = tiling.head_chunks(layout.q_to_kv(), &dims, tiling.max_kv_heads(&dims));
     let stride = tiling.score_stride(&dims);
-    let scratch = scratch(scratch_sizes(&dims, dtype, &chunks, tiling), q.device())?;
+    let scratch = Scratch::new(&dims, dtype, &chunks, tiling, q.device())?;
     if launcher.is_dry() {
         return Ok(());
     }
-    let [packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums] = scratch.each_ref();
+    let Scratch { packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums } = &scratch;
     let outputs = [dq, dk, dv, packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums];
     let inputs = [q, k, v, dout, lse, delta, &ranges, &heads];
     launcher.open(outputs, inputs, |[dq, dk, dv, scratch @ ..], inputs| {
@@ -41,11 +43,18 @@ pub(in crate::attention) fn backward(
         let [packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums] = scratch.map(align);
         let in_place = dtype == DType::F32;
         let pass = Backward {
-            pass: Pass::new(launcher, problem, stride, [ranges, heads])?,
+            pass: Pass::new(launcher, problem, stride, ranges, heads)?,
             tiling,
             scale,
-            inputs: Inputs { q, k, v, dout, lse, delta },
-            outputs: [dq, dk, dv],
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            dk,
+            dv,
             packed_q,
             packed_dout,
             scores,
@@ -68,46 +77,60 @@ pub(in crate::attention) fn backward(
     })
 }
 
-/// The scratch of [`Backward`], in its order, for the largest of the chunks.
-fn scratch_sizes(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [ScratchSize; 8] {
-    let rows = chunks.iter().map(|chunk| tiling.query_block(dims, chunk) * chunk.num_heads()).max();
-    let keys = chunks.iter().map(|chunk| {
-        let first = tiling.sum_blocks(dims, chunk).next();
-        first.map_or(0, |keys| keys.len() * chunk.num_kv_heads)
-    });
-    let packed = rows.unwrap_or(0) * dims.head_dim;
-    let tile = rows.unwrap_or(0) * tiling.score_stride(dims);
-    // In f32, probabilities and gradients of scores are computed in place.
-    let rounded = if dtype == DType::F32 { 0 } else { tile };
-    let sums = 2 * keys.max().unwrap_or(0) * dims.head_dim;
-    [
-        (packed, dtype),
-        (packed, dtype),
-        (tile, DType::F32),
-        (tile, DType::F32),
-        (rounded, dtype),
-        (rounded, dtype),
-        (packed, DType::F32),
-        (sums, DType::F32),
-    ]
+/// The scratch of [`Backward`], for the largest of the chunks.
+struct Scratch {
+    packed_q: Tensor,
+    packed_dout: Tensor,
+    scores: Tensor,
+    dscores: Tensor,
+    p: Tensor,
+    ds: Tensor,
+    dq_sums: Tensor,
+    kv_sums: Tensor,
 }
 
-struct Inputs {
-    q: Address,
-    k: Address,
-    v: Address,
-    dout: Address,
-    lse: Address,
-    delta: Address,
+impl Scratch {
+    fn new(
+        dims: &Dims,
+        dtype: DType,
+        chunks: &[HeadChunk],
+        tiling: &Tiling,
+        device: &Device,
+    ) -> candle_core::Result<Self> {
+        let rows = tiling.max_rows(dims, chunks);
+        let keys = chunks.iter().map(|chunk| {
+            let first = tiling.sum_blocks(dims, chunk).next();
+            first.map_or(0, |keys| keys.len() * chunk.num_kv_heads)
+        });
+        let (packed, tile) = (rows * dims.head_dim, rows * tiling.score_stride(dims));
+        // In f32, probabilities and gradients of scores are computed in place.
+        let rounded = if dtype == DType::F32 { 0 } else { tile };
+        Ok(Self {
+            packed_q: scratch(packed, dtype, device)?,
+            packed_dout: scratch(packed, dtype, device)?,
+            scores: scratch(tile, DType::F32, device)?,
+            dscores: scratch(tile, DType::F32, device)?,
+            p: scratch(rounded, dtype, device)?,
+            ds: scratch(rounded, dtype, device)?,
+            dq_sums: scratch(packed, DType::F32, device)?,
+            kv_sums: scratch(2 * keys.max().unwrap_or(0) * dims.head_dim, DType::F32, device)?,
+        })
+    }
 }
 
 struct Backward<'a> {
     pass: Pass<'a>,
     tiling: &'a Tiling,
     scale: f32,
-    inputs: Inputs,
-    /// `dq`, `dk`, `dv`.
-    outputs: [Address; 3],
+    q: Address,
+    k: Address,
+    v: Address,
+    dout: Address,
+    lse: Address,
+    delta: Address,
+    dq: Address,
+    dk: Address,
+    dv: Address,
     packed_q: Address,
     packed_dout: Address,
     scores: Address,
@@ -134,7 +157,6 @@ impl Backward<'_> {
     /// Computes `dk` and `dv` of some keys of a chunk of heads, and their contribution to its `dq`.
     fn sum_block(&self, row: usize, chunk: &HeadChunk, keys: &Range<usize>) -> Result<(), DeviceError> {
         let Self { pass, .. } = self;
-        let [_, dk, dv] = self.outputs;
         let num_queries = pass.dims.num_queries;
         let len = chunk.num_kv_heads * keys.len() * pass.dims.head_dim;
         let sums = KeySums { keys, dk: self.kv_sums, dv: self.kv_sums.offset(len) };
@@ -147,34 +169,33 @@ impl Backward<'_> {
                 self.query_block(&QueryBlock { row, chunk: *chunk, queries }, &sums)?;
             }
         }
-        pass.scatter_keys(dk, sums.dk, row, chunk, keys)?;
-        pass.scatter_keys(dv, sums.dv, row, chunk, keys)
+        pass.scatter_keys(self.dk, sums.dk, row, chunk, keys)?;
+        pass.scatter_keys(self.dv, sums.dv, row, chunk, keys)
     }
 
     fn query_block(&self, block: &QueryBlock, sums: &KeySums<'_>) -> Result<(), DeviceError> {
         let Self { pass, .. } = self;
-        let [dq, ..] = self.outputs;
-        pass.gather(self.packed_q, self.inputs.q, block)?;
-        pass.gather(self.packed_dout, self.inputs.dout, block)?;
+        pass.gather(self.packed_q, self.q, block)?;
+        pass.gather(self.packed_dout, self.dout, block)?;
         self.zero(self.dq_sums, block.num_rows() * pass.dims.head_dim)?;
         for tile in self.tiling.tiles(pass.layout.visible(block.row), block.queries.clone(), sums.keys) {
             self.tile(block, &tile, sums)?;
         }
-        pass.scatter_queries(dq, self.dq_sums, block, sums.keys.start > 0)
+        pass.scatter_queries(self.dq, self.dq_sums, block, sums.keys.start > 0)
     }
 
     fn tile(&self, block: &QueryBlock, tile: &Tile, sums: &KeySums<'_>) -> Result<(), DeviceError> {
         let Self { pass, scale, .. } = self;
         let scores_of = |address| pass.scores(address, block, tile);
         let (q, dout) = (pass.rows(self.packed_q, block, tile), pass.rows(self.packed_dout, block, tile));
-        let (k, v) = (pass.keys(self.inputs.k, block, tile), pass.keys(self.inputs.v, block, tile));
-        pass.multiply(block, *scale, [q, k.transposed()], 0.0, scores_of(self.scores))?;
-        pass.multiply(block, 1.0, [dout, v.transposed()], 0.0, scores_of(self.dscores))?;
+        let (k, v) = (pass.keys(self.k, block, tile), pass.keys(self.v, block, tile));
+        pass.multiply(block, *scale, q, k.transposed(), 0.0, scores_of(self.scores))?;
+        pass.multiply(block, 1.0, dout, v.transposed(), 0.0, scores_of(self.dscores))?;
         self.softmax(block, tile)?;
         let (p, ds) = (scores_of(self.p), scores_of(self.ds));
-        pass.multiply(block, 1.0, [p.transposed(), dout], 1.0, self.sums_of(sums.dv, sums, tile))?;
-        pass.multiply(block, *scale, [ds.transposed(), q], 1.0, self.sums_of(sums.dk, sums, tile))?;
-        pass.multiply(block, *scale, [ds, k], 1.0, pass.rows(self.dq_sums, block, tile))
+        pass.multiply(block, 1.0, p.transposed(), dout, 1.0, self.sums_of(sums.dv, sums, tile))?;
+        pass.multiply(block, *scale, ds.transposed(), q, 1.0, self.sums_of(sums.dk, sums, tile))?;
+        pass.multiply(block, *scale, ds, k, 1.0, pass.rows(self.dq_sums, block, tile))
     }
 
     /// The sums of the tile's keys.
@@ -185,14 +206,14 @@ impl Backward<'_> {
     }
 
     fn softmax(&self, block: &QueryBlock, tile: &Tile) -> Result<(), DeviceError> {
-        let Self { pass, inputs, .. } = self;
+        let Self { pass, .. } = self;
         let addresses = [
             self.p.into(),
             self.ds.into(),
             self.scores.into(),
             self.dscores.into(),
-            pass.row_term_at(inputs.lse, block.row, tile.queries.start).into(),
-            pass.row_term_at(inputs.delta, block.row, tile.queries.start).into(),
+            pass.row_term_at(self.lse, block.row, tile.queries.start).into(),
+            pass.row_term_at(self.delta, block.row, tile.queries.start).into(),
             pass.heads(&block.chunk).into(),
             pass.ranges_of(block, tile).into(),
         ];

@@ -1,11 +1,11 @@
 //! Forward: for each block of queries, tile after tile of keys, with an online softmax.
 
-use super::{
-    Problem, Tiling,
-    pass::{Pass, QueryBlock, ScratchSize, align, scratch, sizes},
-    tiling::{HeadChunk, Tile},
+use super::pass::{Pass, QueryBlock, align, scratch, sizes};
+use super::tiling::{Tile, Tiling};
+use crate::attention::{
+    blocks::blocks,
+    operands::{Operands, Problem},
 };
-use crate::attention::{blocks::blocks, dims::Dims};
 use crate::device::{Address, DeviceError, Kernel, Launcher, sources::ATTENTION};
 use candle_core::{DType, Tensor};
 
@@ -13,26 +13,32 @@ use candle_core::{DType, Tensor};
 pub(in crate::attention) fn forward(
     launcher: &Launcher,
     problem: &Problem<'_>,
-    [o, lse]: [&Tensor; 2],
+    o: &Tensor,
+    lse: &Tensor,
     tiling: &Tiling,
 ) -> Result<(), DeviceError> {
-    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
-    let device = q.device();
+    let Problem { operands: Operands { q, k, v, scale, layout, .. }, dims } = *problem;
+    let (device, dtype) = (q.device(), problem.dtype());
     let (ranges, heads) = (layout.ranges_on(device)?, layout.heads_by_kv_head_on(device)?);
     let chunks = tiling.head_chunks(layout.q_to_kv(), &dims, dims.num_kv_heads);
-    let rows = max_rows(&dims, &chunks, tiling);
     let stride = tiling.score_stride(&dims);
-    let scratch = scratch(scratch_sizes(&dims, dtype, &chunks, tiling), device)?;
+    let rows = tiling.max_rows(&dims, &chunks);
+    let packed_q = scratch(rows * dims.head_dim, dtype, device)?;
+    let scores = scratch(rows * stride, DType::F32, device)?;
+    // In f32, probabilities replace the scores.
+    let in_place = dtype == DType::F32;
+    let probabilities = scratch(if in_place { 0 } else { rows * stride }, dtype, device)?;
+    let acc = scratch(rows * dims.head_dim, DType::F32, device)?;
+    let state = scratch(2 * rows, DType::F32, device)?;
     if launcher.is_dry() {
         return Ok(());
     }
-    let [packed_q, scores, probabilities, acc, state] = scratch.each_ref();
-    let outputs = [o, lse, packed_q, scores, probabilities, acc, state];
+    let outputs = [o, lse, &packed_q, &scores, &probabilities, &acc, &state];
     launcher.open(outputs, [q, k, v, &ranges, &heads], |outputs, [q, k, v, ranges, heads]| {
         let [o, lse, packed_q, scores, probabilities, acc, state] = outputs;
         let scores = align(scores);
         let pass = Forward {
-            pass: Pass::new(launcher, problem, stride, [ranges, heads])?,
+            pass: Pass::new(launcher, problem, stride, ranges, heads)?,
             scale,
             q,
             k,
@@ -41,7 +47,7 @@ pub(in crate::attention) fn forward(
             lse,
             packed_q: align(packed_q),
             scores,
-            probabilities: if dtype == DType::F32 { scores } else { align(probabilities) },
+            probabilities: if in_place { scores } else { align(probabilities) },
             acc: align(acc),
             maxima: state,
             sums: state.offset(rows),
@@ -59,27 +65,6 @@ pub(in crate::attention) fn forward(
         }
         Ok(())
     })
-}
-
-/// Rows of the largest block of queries.
-fn max_rows(dims: &Dims, chunks: &[HeadChunk], tiling: &Tiling) -> usize {
-    let rows = chunks.iter().map(|chunk| tiling.query_block(dims, chunk) * chunk.num_heads());
-    rows.max().unwrap_or(0)
-}
-
-/// Packed queries, scores, probabilities, their products with the values, and the rows' maxima and sums.
-fn scratch_sizes(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [ScratchSize; 5] {
-    let rows = max_rows(dims, chunks, tiling);
-    let (packed, tile) = (rows * dims.head_dim, rows * tiling.score_stride(dims));
-    // In f32, probabilities replace the scores.
-    let probabilities = if dtype == DType::F32 { 0 } else { tile };
-    [
-        (packed, dtype),
-        (tile, DType::F32),
-        (probabilities, dtype),
-        (packed, DType::F32),
-        (2 * rows, DType::F32),
-    ]
 }
 
 struct Forward<'a> {
@@ -128,11 +113,11 @@ impl Forward<'_> {
         let Self { pass, .. } = self;
         let q = pass.rows(self.packed_q, block, tile);
         let k = pass.keys(self.k, block, tile).transposed();
-        pass.multiply(block, self.scale, [q, k], 0.0, pass.scores(self.scores, block, tile))?;
+        pass.multiply(block, self.scale, q, k, 0.0, pass.scores(self.scores, block, tile))?;
         self.softmax(block, tile)?;
         let p = pass.scores(self.probabilities, block, tile);
         let v = pass.keys(self.v, block, tile);
-        pass.multiply(block, 1.0, [p, v], 1.0, pass.rows(self.acc, block, tile))
+        pass.multiply(block, 1.0, p, v, 1.0, pass.rows(self.acc, block, tile))
     }
 
     fn softmax(&self, block: &QueryBlock, tile: &Tile) -> Result<(), DeviceError> {

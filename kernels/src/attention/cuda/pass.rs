@@ -1,10 +1,7 @@
 //! Shared parts of the forward and backward tiles: packed queries, and the matrix views of the matmuls.
 
-use super::{
-    Problem,
-    tiling::{HeadChunk, Tile},
-};
-use crate::attention::{AttentionLayout, dims::Dims};
+use super::tiling::{HeadChunk, Tile};
+use crate::attention::{AttentionLayout, dims::Dims, operands::Problem};
 use crate::device::{
     Address, Arg, DeviceError, Grid, Kernel, Launcher, Matmul, MatrixAt, sources::ATTENTION,
 };
@@ -60,18 +57,20 @@ impl<'a> Pass<'a> {
         launcher: &'a Launcher,
         problem: &Problem<'a>,
         score_stride: usize,
-        [ranges, heads]: [Address; 2],
+        ranges: Address,
+        heads: Address,
     ) -> Result<Self, DeviceError> {
+        let dtype = problem.dtype();
         Ok(Self {
             launcher,
             dims: problem.dims,
-            layout: problem.layout,
-            dtype: problem.dtype,
+            layout: problem.operands.layout,
+            dtype,
             score_stride,
             ranges,
             heads,
-            gather: Kernel::of_dtype(&ATTENTION, "attention_gather", problem.dtype)?,
-            scatter: Kernel::of_dtype(&ATTENTION, "attention_scatter", problem.dtype)?,
+            gather: Kernel::of_dtype(&ATTENTION, "attention_gather", dtype)?,
+            scatter: Kernel::of_dtype(&ATTENTION, "attention_scatter", dtype)?,
         })
     }
 
@@ -194,7 +193,8 @@ impl<'a> Pass<'a> {
         &self,
         block: &QueryBlock,
         alpha: f32,
-        [a, b]: [MatrixAt; 2],
+        a: MatrixAt,
+        b: MatrixAt,
         beta: f32,
         c: MatrixAt,
     ) -> Result<(), DeviceError> {
@@ -224,21 +224,9 @@ pub(super) fn sizes<const N: usize>(sizes: [usize; N]) -> [Arg<'static>; N] {
     sizes.map(|size| (size as u32).into())
 }
 
-/// A scratch tensor: its number of elements and their type.
-pub(super) type ScratchSize = (usize, DType);
-
 /// Scratch memory, to be used from [`align`] on.
-pub(super) fn scratch<const N: usize>(
-    sizes: [ScratchSize; N],
-    device: &Device,
-) -> candle_core::Result<[Tensor; N]> {
-    let tensor = |size| crate::tensor::empty(elements(size), size.1, device);
-    let tensors: Vec<Tensor> = sizes.into_iter().map(tensor).collect::<candle_core::Result<_>>()?;
-    Ok(tensors.try_into().unwrap_or_else(|_| unreachable!("one tensor for each")))
-}
-
-fn elements((elements, dtype): ScratchSize) -> usize {
-    elements + 16 / dtype.size_in_bytes()
+pub(super) fn scratch(elements: usize, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+    crate::tensor::empty(elements + 16 / dtype.size_in_bytes(), dtype, device)
 }
 
 /// The first address in a [`scratch`] tensor that allows accesses of 16 bytes.

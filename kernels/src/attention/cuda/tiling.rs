@@ -112,6 +112,12 @@ impl Tiling {
         aligned.min(dims.num_queries)
     }
 
+    /// Packed rows of the largest block of queries of any chunk.
+    pub(super) fn max_rows(&self, dims: &Dims, chunks: &[HeadChunk]) -> usize {
+        let rows = chunks.iter().map(|chunk| self.query_block(dims, chunk) * chunk.num_heads());
+        rows.max().unwrap_or(0)
+    }
+
     /// Distance between rows of scores, in elements.
     pub(super) fn score_stride(&self, dims: &Dims) -> usize {
         self.keys.min(dims.num_keys).next_multiple_of(8)

@@ -1,7 +1,7 @@
 //! Backward: two launches per chunk of heads, one for keys and one for queries, without scratch.
 
-use super::{Block, Problem, TERM, THREADS, backward_wgmma, grid, head_chunks, sizes};
-use crate::attention::{AttentionKernels, Gradients, Upstream};
+use super::{Block, TERM, THREADS, backward_wgmma, grid, head_chunks, sizes};
+use crate::attention::operands::{Gradients, Operands, Problem, Upstream};
 use crate::device::{Arg, DeviceError, Kernel, Launcher, TensorMap, sources::ATTENTION_FUSED_BACKWARD};
 use candle_core::Tensor;
 
@@ -21,25 +21,24 @@ const BLOCK: Block = Block {
 /// Writes the gradients.
 pub(in crate::attention) fn backward(
     launcher: &Launcher,
-    kernels: AttentionKernels,
     problem: &Problem<'_>,
     upstream: &Upstream<'_>,
     gradients: &Gradients<'_>,
 ) -> Result<(), DeviceError> {
-    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
+    let Problem { operands: Operands { q, k, v, scale, layout, kernels }, dims } = *problem;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
     let [keys, queries] = [backward_wgmma::BLOCK_OF_KEYS, backward_wgmma::block_of_queries(dims.head_dim)]
         .map(|of_wgmma| BLOCK.or_wgmma(of_wgmma, kernels, dims.head_dim));
     let kernel = |block: &Block, of: &str| {
-        let name = format!("{}_{of}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
+        let name = format!("{}_{of}_{}_{}", block.source.name, problem.dtype().as_str(), dims.head_dim);
         Kernel::named(block.source, name)
     };
     let (of_keys, of_queries) = (kernel(&keys, "keys"), kernel(&queries, "queries"));
     let inputs: [&Tensor; 8] = [q, k, v, dout, lse, delta, &heads, &ranges];
     launcher.open([dq, dk, dv], inputs, |[dq, dk, dv], [q, k, v, dout, lse, delta, heads, ranges]| {
-        let maps = queries.maps(launcher, &dims, [k, v])?;
+        let maps = queries.maps(launcher, &dims, k, v)?;
         let maps: Vec<Arg<'_>> = maps.iter().flatten().map(TensorMap::arg).collect();
         for chunk in head_chunks(problem) {
             let operands =

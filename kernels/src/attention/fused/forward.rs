@@ -1,7 +1,7 @@
 //! Forward: one launch per chunk of heads, without scratch.
 
-use super::{Block, Problem, THREADS, forward_wgmma, grid, head_chunks, sizes};
-use crate::attention::AttentionKernels;
+use super::{Block, THREADS, forward_wgmma, grid, head_chunks, sizes};
+use crate::attention::operands::{Operands, Problem};
 use crate::device::{DeviceError, Kernel, Launcher, TensorMap, sources::ATTENTION_FUSED_FORWARD};
 use candle_core::Tensor;
 
@@ -24,17 +24,17 @@ const BLOCK: Block = Block {
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
 pub(in crate::attention) fn forward(
     launcher: &Launcher,
-    kernels: AttentionKernels,
     problem: &Problem<'_>,
-    [o, lse]: [&Tensor; 2],
+    o: &Tensor,
+    lse: &Tensor,
 ) -> Result<(), DeviceError> {
-    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
+    let Problem { operands: Operands { q, k, v, scale, layout, kernels }, dims } = *problem;
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
     let block = BLOCK.or_wgmma(forward_wgmma::BLOCK, kernels, dims.head_dim);
-    let name = format!("{}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
+    let name = format!("{}_{}_{}", block.source.name, problem.dtype().as_str(), dims.head_dim);
     let kernel = Kernel::named(block.source, name);
     launcher.open([o, lse], [q, k, v, &ranges, &heads], |[o, lse], [q, k, v, ranges, heads]| {
-        let maps = block.maps(launcher, &dims, [k, v])?;
+        let maps = block.maps(launcher, &dims, k, v)?;
         let [k, v] = match &maps {
             Some(maps) => maps.each_ref().map(TensorMap::arg),
             None => [k.into(), v.into()],

@@ -10,9 +10,10 @@ mod forward_wgmma;
 pub(super) use backward::backward;
 pub(super) use forward::forward;
 
-use super::cuda::{HeadChunk, Problem, Tiling};
+use super::AttentionError;
+use super::cuda::{HeadChunk, Tiling};
 use super::dims::Dims;
-use super::{AttentionError, AttentionKernels};
+use super::operands::{AttentionKernels, Operands, Problem};
 use crate::device::{Address, Arg, DeviceError, Grid, Launcher, Source, Target, TensorMap};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Once;
@@ -69,7 +70,8 @@ impl Block {
         &self,
         launcher: &Launcher,
         dims: &Dims,
-        [k, v]: [Address; 2],
+        k: Address,
+        v: Address,
     ) -> Result<Option<[TensorMap; 2]>, DeviceError> {
         let Some(keys) = self.tma_keys else { return Ok(None) };
         let map = |address| launcher.tensor_map(address, dims.kv_shape(), keys);
@@ -100,11 +102,10 @@ fn is_16_bits(dtype: DType) -> bool {
 /// A problem that they do not support, if they are forced.
 pub(super) fn is_chosen(
     op: &'static str,
-    kernels: AttentionKernels,
     problem: &Problem<'_>,
     others: &[&Tensor],
 ) -> Result<bool, AttentionError> {
-    match (kernels, unsupported(problem, others)) {
+    match (problem.operands.kernels, unsupported(problem, others)) {
         (AttentionKernels::Tiled, _) => Ok(false),
         (AttentionKernels::Auto | AttentionKernels::Wgmma, Some(found)) => {
             warn_of_tiled(problem, &found);
@@ -118,7 +119,7 @@ pub(super) fn is_chosen(
 /// Warns once if there are fused kernels for a problem's elements and head dimension, but it has another property.
 fn warn_of_tiled(problem: &Problem<'_>, found: &str) {
     static WARNED: Once = Once::new();
-    if is_16_bits(problem.dtype) && HEAD_DIMS.contains(&problem.dims.head_dim) {
+    if is_16_bits(problem.dtype()) && HEAD_DIMS.contains(&problem.dims.head_dim) {
         WARNED.call_once(|| {
             tracing::warn!("attention with {found} runs on the tiled kernels, which are slower")
         });
@@ -127,7 +128,8 @@ fn warn_of_tiled(problem: &Problem<'_>, found: &str) {
 
 /// The first property of a problem that the fused kernels do not support.
 fn unsupported(problem: &Problem<'_>, others: &[&Tensor]) -> Option<String> {
-    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
+    let Problem { operands: Operands { q, k, v, scale, layout, .. }, dims } = *problem;
+    let dtype = problem.dtype();
     if !is_16_bits(dtype) {
         return Some(format!("{} elements", dtype.as_str()));
     }
@@ -155,9 +157,9 @@ fn unsupported(problem: &Problem<'_>, others: &[&Tensor]) -> Option<String> {
 
 /// All KV heads that a query head uses, by adjacent ones with equally many query heads: one launch each.
 fn head_chunks(problem: &Problem<'_>) -> Vec<HeadChunk> {
-    let Problem { dims, layout, .. } = problem;
+    let Problem { operands, dims } = problem;
     let unlimited = Tiling { heads: usize::MAX, ..Tiling::FORWARD };
-    unlimited.head_chunks(layout.q_to_kv(), dims, dims.num_kv_heads)
+    unlimited.head_chunks(operands.layout.q_to_kv(), dims, dims.num_kv_heads)
 }
 
 /// The sizes of a launch: the fields of `FusedSizes` in `cuda/attention_fused.cuh`.
@@ -170,8 +172,8 @@ fn sizes(problem: &Problem<'_>, chunk: &HeadChunk) -> [Arg<'static>; 6] {
 
 /// Blocks for `rows` packed rows or keys of every KV head of a chunk and every sequence.
 fn grid(problem: &Problem<'_>, chunk: &HeadChunk, block: &Block, rows: usize) -> Grid {
-    let Problem { dims, dtype, .. } = problem;
-    let shared_bytes = block.shared_rows * dims.head_dim * dtype.size_in_bytes() + block.more_bytes;
+    let (dims, element_bytes) = (problem.dims, problem.dtype().size_in_bytes());
+    let shared_bytes = block.shared_rows * dims.head_dim * element_bytes + block.more_bytes;
     Grid {
         blocks: [rows.div_ceil(block.rows), chunk.num_kv_heads, dims.batch],
         threads: block.threads,

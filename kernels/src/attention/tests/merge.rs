@@ -36,7 +36,7 @@ fn parts_of_the_keys_merge_to_all_keys() -> Result<()> {
             let [o, lse] = part(&case, &parts[0])?;
             for keys in &parts[1..] {
                 let [part_o, part_lse] = part(&case, keys)?;
-                merge([&o, &lse], [&part_o, &part_lse])?;
+                merge(&o, &lse, &part_o, &part_lse)?;
             }
             let truth = case.reference::<f64>()?;
             for (name, got, truth) in [("o", &o, &truth[0]), ("lse", &lse, &truth[1])] {
@@ -59,7 +59,7 @@ fn a_part_of_16_bits_is_merged_in_f32() -> Result<()> {
             let lse = testing::tensor(&random(4, 12), &[2, 2, 3]);
             let [old, old_lse, other_lse] =
                 [&o, &lse, &part_lse].map(|tensor| testing::to_f64(&read(tensor)));
-            merge([&o, &lse], [&part, &part_lse])?;
+            merge(&o, &lse, &part, &part_lse)?;
             let (mut expected, mut expected_lse) = (vec![0.0; 60], vec![0.0; 12]);
             for (index, expected) in expected.iter_mut().enumerate() {
                 let [column, head, token, sequence] = [index % 5, index / 5 % 2, index / 10 % 3, index / 30];
@@ -81,6 +81,6 @@ fn operands_of_other_shapes_are_refused_by_name() {
     let o = testing::tensor(&[0.0; 12], &[1, 3, 2, 2]);
     let (lse, short) = (testing::tensor(&[0.0; 6], &[1, 2, 3]), testing::tensor(&[0.0; 4], &[1, 2, 2]));
     let part = testing::tensor(&[0.0; 12], &[1, 3, 2, 2]);
-    let error = merge([&o, &lse], [&part, &short]).expect_err("a part_lse of two tokens");
+    let error = merge(&o, &lse, &part, &short).expect_err("a part_lse of two tokens");
     assert!(matches!(error, AttentionError::Shape { tensor: "part_lse", .. }), "{error}");
 }

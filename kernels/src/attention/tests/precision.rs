@@ -1,7 +1,7 @@
 //! 16-bit elements: the error against f64 is at most twice that of a plain computation that rounds every
 //! intermediate tensor, which is how FlashAttention is tested (Dao, `tests/test_flash_attn.py`).
 
-use super::super::{kernels::dims_of, on_cpu};
+use super::super::{on_cpu, operands::Problem};
 use super::*;
 use crate::arg_check::ArgCheck;
 use crate::gemm::bf16::Kernel;
@@ -143,13 +143,12 @@ fn so_do_matmuls_of_16_bits_of_every_kernel_for_any_number_of_threads() -> Resul
             others.chain([Kernel::Avx512, Kernel::Portable]).map(|kernel| (DType::BF16, Some(kernel)));
         for (dtype, kernel) in kernels.chain([(DType::BF16, None), (DType::F16, None)]) {
             let case = case.clone().rounded(dtype, Layout::Odd)?;
-            let (call, dims) = (ArgCheck::new("test"), dims_of(&ArgCheck::new("test"), &case.operands())?);
+            let call = ArgCheck::new("test");
+            let problem = Problem::new(call, &case.operands())?;
             let run = || {
                 case.run_with(
-                    |outputs| on_cpu::forward(kernel, &call, &dims, &case.operands(), outputs),
-                    |upstream, gradients| {
-                        on_cpu::backward(kernel, &call, &dims, &case.operands(), upstream, gradients)
-                    },
+                    |o, lse| on_cpu::forward(kernel, call, &problem, o, lse),
+                    |upstream, gradients| on_cpu::backward(kernel, call, &problem, upstream, gradients),
                 )
             };
             let [alone, together] = [1, 5].map(|threads| {

@@ -13,7 +13,7 @@ use super::{Gradients, HeadsMut, Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::gemm::tile::TILE;
 use crate::gemm::transposed::transpose_rows;
-use crate::matrix::{Mat, MatMut, Store, multiply_f32};
+use crate::matrix::{HeadAt, Mat, MatMut, Store, multiply_f32};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -88,7 +88,8 @@ fn write_keys<T: Float>(
     outputs: &Outputs<'_, T>,
     buffers: &mut Buffers<'_>,
 ) {
-    let (rows, dim, at) = (segment.rows(chunk), problem.sizes.key_dim, (key.sequence, key.head));
+    let (rows, dim) = (segment.rows(chunk), problem.sizes.key_dim);
+    let at = HeadAt { sequence: key.sequence, head: key.head };
     let of_chunk = rows.start * dim..rows.end * dim;
     let (q, k) = (&key.q[of_chunk.clone()], &key.k[of_chunk.clone()]);
     let Buffers { dq, dk, term: dg, dstored, dend, .. } = buffers;
@@ -196,7 +197,8 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
         }
         self.write_values(outputs, buffers.term);
 
-        let (at, len, tokens) = ((self.value.sequence, self.value.head), self.len(), &self.chunk.tokens);
+        let at = HeadAt { sequence: self.value.sequence, head: self.value.head };
+        let (len, tokens) = (self.len(), &self.chunk.tokens);
         if self.channels.is_none() {
             let mut sum = 0.0;
             for decay in self.sums.decay[..len].iter_mut().rev() {
@@ -344,7 +346,7 @@ impl<'a, 'b> ChunkGradients<'a, 'b> {
 
     /// Writes the gradient of the values, and adds those of the rates and of the skip connection.
     fn write_values<T: Float>(&mut self, outputs: &Outputs<'_, T>, row: &mut [f32]) {
-        let at = (self.value.sequence, self.value.head);
+        let at = HeadAt { sequence: self.value.sequence, head: self.value.head };
         // SAFETY: no other task has these tokens of this sequence and value head.
         let mut dv = unsafe { outputs.dv.head(at, &self.chunk.tokens) };
         let dim = self.sizes.value_dim;

@@ -7,14 +7,14 @@ use super::{Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::gemm::transposed::transpose_rows;
 use crate::linear_attention::NORM_EPS;
-use crate::matrix::{Mat, MatMut, Store, multiply_f32};
+use crate::matrix::{HeadAt, Mat, MatMut, Store, multiply_f32};
 use crate::simd::{self, simd_kernel};
 use rayon::prelude::*;
 use std::ops::Range;
 
 /// A chunk of a key head.
 struct KeyTask<'a> {
-    at: (usize, usize),
+    at: HeadAt,
     tokens: Range<usize>,
     q: &'a mut [f32],
     k: &'a mut [f32],
@@ -27,7 +27,7 @@ struct KeyTask<'a> {
 
 /// A chunk of a value head.
 struct ValueTask<'a> {
-    at: (usize, usize),
+    at: HeadAt,
     tokens: Range<usize>,
     /// The products of the chunk's keys.
     kk: &'a [f32],
@@ -41,7 +41,7 @@ pub(super) fn prepare<T: Float>(problem: &Problem<'_, T>, heads: &mut HeadBuffer
     let mut tasks = Vec::new();
     for key in &mut heads.keys {
         let Some(segment) = step.segment(key.sequence) else { continue };
-        let (at, dim) = ((key.sequence, key.head), problem.sizes.key_dim);
+        let (at, dim) = (HeadAt { sequence: key.sequence, head: key.head }, problem.sizes.key_dim);
         let of_delta = |width| problem.sizes.of_delta(width);
         let norms = [&mut *key.q_inverse_norms, &mut *key.k_inverse_norms];
         let [q_norms, k_norms] = norms.map(|norms| (norms, of_delta(1)));
@@ -65,7 +65,7 @@ pub(super) fn prepare<T: Float>(problem: &Problem<'_, T>, heads: &mut HeadBuffer
     let mut tasks = Vec::new();
     for value in &mut heads.values {
         let Some(segment) = step.segment(value.sequence) else { continue };
-        let at = (value.sequence, value.head);
+        let at = HeadAt { sequence: value.sequence, head: value.head };
         let inverse = (&mut *value.inverse, problem.sizes.of_delta(CHUNK));
         let rows = [(&mut *value.decay, 1), (&mut *value.beta, 1), inverse];
         for (chunk, [decay, beta, inverse]) in segment.chunks.iter().zip(by_chunk(rows, segment)) {

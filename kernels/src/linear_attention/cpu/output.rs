@@ -5,7 +5,7 @@ use super::buffers::{HeadBuffers, KeyHead, ValueHead, by_chunk};
 use super::scan::{exponentials, scale_rows_in_place};
 use super::{Heads, HeadsMut, Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
-use crate::matrix::{Mat, MatMut, Store, multiply_f32};
+use crate::matrix::{HeadAt, Mat, MatMut, Store, multiply_f32};
 use crate::simd::{self, simd_kernel};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -37,8 +37,9 @@ pub(super) fn forward<T: Float>(
                 let rows = segment.rows(chunk);
                 add_skip(value, rows, skip[value.head], output, problem.sizes.value_dim);
             }
+            let at = HeadAt { sequence: value.sequence, head: value.head };
             // SAFETY: no other task has these tokens of this sequence and value head.
-            unsafe { o.head((value.sequence, value.head), &chunk.tokens) }.round_from(output);
+            unsafe { o.head(at, &chunk.tokens) }.round_from(output);
         });
     });
 }
@@ -104,7 +105,7 @@ pub(super) fn backward<T: Float>(
     let mut tasks = Vec::new();
     for value in values {
         let Some(segment) = step.segment(value.sequence) else { continue };
-        let at = (value.sequence, value.head);
+        let at = HeadAt { sequence: value.sequence, head: value.head };
         let mut rows_of_blocks: Vec<_> = value
             .blocks
             .iter_mut()

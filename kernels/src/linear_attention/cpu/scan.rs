@@ -5,7 +5,7 @@ use super::buffers::{Block, COLUMNS, HeadBuffers, KeyHead, ValueHead};
 use super::channels;
 use super::{Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
-use crate::matrix::{Mat, MatMut, Store, multiply_f32};
+use crate::matrix::{HeadAt, Mat, MatMut, Store, multiply_f32};
 use crate::simd::{self, simd_kernel};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -78,7 +78,7 @@ fn restore_states(heads: &mut HeadBuffers<'_>, step: &Step<'_>, mut saved: Saved
 
 /// A block of columns of a segment.
 struct Task<'a, 'b> {
-    at: (usize, usize),
+    at: HeadAt,
     segment: &'a Segment,
     key: &'a KeyHead<'b>,
     decay: &'a [f32],
@@ -97,7 +97,7 @@ fn for_each_block(
     for value in values {
         let ValueHead { sequence, head, key, decay, beta, inverse, dout, blocks } = value;
         let Some(segment) = step.segment(*sequence) else { continue };
-        let (at, key) = ((*sequence, *head), &keys[*key]);
+        let (at, key) = (HeadAt { sequence: *sequence, head: *head }, &keys[*key]);
         let task = || Task { at, segment, key, decay, beta, inverse, dout };
         tasks.extend(blocks.iter_mut().map(|block| (task(), block)));
     }

@@ -147,7 +147,7 @@ fn gradients_of_key_shards_sum_to_those_of_the_sequence() -> Result<()> {
         };
         let whole = Case::new(layout(&positions)?, 2, 64)?.fused(DType::F16)?;
         let of_shards = whole.run_with(
-            |[o, lse]| forward(&whole.operands(), o, lse),
+            |o, lse| forward(&whole.operands(), o, lse),
             |upstream, gradients| {
                 let mut dq = whole.q.zeros_like()?.to_dtype(DType::F32)?;
                 for shard in [0..70, 70..150usize] {

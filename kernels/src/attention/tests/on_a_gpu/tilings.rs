@@ -1,10 +1,9 @@
 //! The tiled kernels on tiles so small that every loop of the host code runs more than once.
 
 use super::*;
-use crate::attention::{
-    cuda::{self, Tiling},
-    dims::Dims,
-};
+use crate::arg_check::ArgCheck;
+use crate::attention::cuda::{self, Tiling};
+use crate::attention::operands::Problem;
 use crate::device::Target;
 
 /// Blocks of a few queries, tiles of at most 48 keys, and sums for one tile's keys.
@@ -12,19 +11,10 @@ pub(super) const SMALL: Tiling = Tiling { rows: 64, keys: 48, heads: 4, sums: 0 
 
 impl Case {
     pub(super) fn run_in_tiles(&self, tiling: &Tiling) -> Result<Outputs> {
-        let Operands { q, k, v, scale, layout, .. } = self.operands();
-        let dims = Dims {
-            batch: layout.batch(),
-            num_queries: layout.q_positions().len(),
-            num_keys: layout.kv_positions().len(),
-            num_heads: layout.q_to_kv().len(),
-            num_kv_heads: self.num_kv_heads,
-            head_dim: self.head_dim,
-        };
-        let problem = cuda::Problem { q, k, v, dims, dtype: q.dtype(), scale, layout };
+        let problem = Problem::new(ArgCheck::new("test"), &self.operands())?;
         let Ok(Target::Kernels(launcher)) = Target::of(&testing::device()) else { panic!("a GPU") };
         self.run_with(
-            |outputs| cuda::forward(&launcher, &problem, outputs, tiling).map_err(AttentionError::other),
+            |o, lse| cuda::forward(&launcher, &problem, o, lse, tiling).map_err(AttentionError::other),
             |upstream, gradients| {
                 cuda::backward(&launcher, &problem, upstream, gradients, tiling)
                     .map_err(AttentionError::other)
