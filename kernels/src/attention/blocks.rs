@@ -2,6 +2,13 @@
 
 use std::ops::Range;
 
+/// A rectangle of (query, key) pairs that is computed as a whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Rectangle {
+    pub(super) queries: Range<usize>,
+    pub(super) keys: Range<usize>,
+}
+
 /// The blocks of a grid over `0..total` that overlap `range`.
 ///
 /// Blocks are not clipped to `range`, so that all passes over a problem use the same ones.
@@ -14,6 +21,11 @@ pub(super) fn blocks(range: Range<usize>, total: usize, size: usize) -> impl Ite
 pub(super) fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.clamp(b.start, b.end);
     start..a.end.clamp(start, b.end)
+}
+
+/// `part`, relative to the start of `whole`.
+pub(super) fn within(part: &Range<usize>, whole: &Range<usize>) -> Range<usize> {
+    part.start - whole.start..part.end - whole.start
 }
 
 #[cfg(test)]

@@ -27,8 +27,8 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
     let call = ArgCheck::new("attention::forward");
     let Operands { q, k, v, .. } = *operands;
     let problem = Problem::new(call, operands)?;
-    expect(call, ("o", o), &problem.dims.q_shape())?;
-    expect(call, ("lse", lse), &problem.dims.row_shape())?;
+    expect(call, &problem.dims.q_shape(), &[("o", o)])?;
+    expect(call, &problem.dims.row_shape(), &[("lse", lse)])?;
     let inputs = [("q", q), ("k", k), ("v", v)];
     let target = call.target(&[("o", o), ("lse", lse)], &inputs)?;
     call.element_type(&[("q", q), ("k", k), ("v", v), ("o", o)], &[("lse", lse)])?;
@@ -55,9 +55,8 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
 pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionError> {
     let call = ArgCheck::new("attention::delta");
     let dims = Dims::from_output(o)?;
-    expect(call, ("o", o), &dims.q_shape())?;
-    expect(call, ("dout", dout), &dims.q_shape())?;
-    expect(call, ("delta", delta), &dims.row_shape())?;
+    expect(call, &dims.q_shape(), &[("o", o), ("dout", dout)])?;
+    expect(call, &dims.row_shape(), &[("delta", delta)])?;
     let target = call.elementwise(&[("delta", delta)], &[("o", o), ("dout", dout)])?;
     call.element_type(&[("o", o), ("dout", dout)], &[("delta", delta)])?;
     match target {
@@ -81,10 +80,8 @@ pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionE
 pub fn merge(o: &Tensor, lse: &Tensor, part: &Tensor, part_lse: &Tensor) -> Result<(), AttentionError> {
     let call = ArgCheck::new("attention::merge");
     let dims = Dims::from_output(o)?;
-    expect(call, ("o", o), &dims.q_shape())?;
-    expect(call, ("part", part), &dims.q_shape())?;
-    expect(call, ("lse", lse), &dims.row_shape())?;
-    expect(call, ("part_lse", part_lse), &dims.row_shape())?;
+    expect(call, &dims.q_shape(), &[("o", o), ("part", part)])?;
+    expect(call, &dims.row_shape(), &[("lse", lse), ("part_lse", part_lse)])?;
     let target = call.elementwise(&[("o", o), ("lse", lse)], &[("part", part), ("part_lse", part_lse)])?;
     call.element_type(&[("part", part)], &[("o", o), ("lse", lse), ("part_lse", part_lse)])?;
     match target {
@@ -116,16 +113,13 @@ pub fn backward(
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     let problem = Problem::new(call, operands)?;
-    let dims = &problem.dims;
-    expect(call, ("dout", dout), &dims.q_shape())?;
-    expect(call, ("lse", lse), &dims.row_shape())?;
-    expect(call, ("delta", delta), &dims.row_shape())?;
-    expect(call, ("dq", dq), &dims.q_shape())?;
-    expect(call, ("dk", dk), &dims.kv_shape())?;
-    expect(call, ("dv", dv), &dims.kv_shape())?;
     let outputs = [("dq", dq), ("dk", dk), ("dv", dv)];
     let elements = [("q", q), ("k", k), ("v", v), ("dout", dout)];
     let sums = [("lse", lse), ("delta", delta)];
+    expect(call, &problem.dims.q_shape(), &elements[3..])?;
+    expect(call, &problem.dims.row_shape(), &sums)?;
+    expect(call, &problem.dims.q_shape(), &outputs[..1])?;
+    expect(call, &problem.dims.kv_shape(), &outputs[1..])?;
     let target = call.target(&outputs, &[&elements[..], &sums].concat())?;
     call.element_type(&[&elements[..], &outputs].concat(), &sums)?;
     report_flops(&problem, true);

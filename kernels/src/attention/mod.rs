@@ -96,7 +96,7 @@ pub trait Attention: Send + Sync {
         dout: &Tensor,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError>;
+    ) -> Result<QkvGradients, AttentionError>;
 
     /// As [`backward`](Self::backward), for a forward pass of which only `o` and [`SavedAttention::lse`] were
     /// saved: with `q`, `k` and `v` computed again. `upstream` contains that `lse`, and [`delta`] of `o` and
@@ -115,7 +115,7 @@ pub trait Attention: Send + Sync {
         upstream: &Upstream<'_>,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError>;
+    ) -> Result<QkvGradients, AttentionError>;
 
     /// Starts [`forward`](Self::forward).
     ///

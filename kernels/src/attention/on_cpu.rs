@@ -11,6 +11,28 @@ use candle_core::{DType, Tensor};
 
 type Result<T> = std::result::Result<T, AttentionError>;
 
+/// Evaluates `$run` with the [`Precision`] `$T` and its kernel: bf16 matmuls by `$kernel`, or f32 matmuls.
+macro_rules! with_precision {
+    ($kernel:ident, $dtype:expr, $T:ident => $run:expr) => {
+        match $kernel {
+            Some(Kernel::Avx512) => {
+                type $T = InPairs;
+                let $kernel = ();
+                $run
+            }
+            Some($kernel) => {
+                type $T = InBf16;
+                $run
+            }
+            None => with_element_type!($dtype, E => {
+                type $T = InF32<E>;
+                let $kernel = ();
+                $run
+            }),
+        }
+    };
+}
+
 /// With bf16 matmuls by `kernel`, or with f32 matmuls.
 pub(super) fn forward(
     kernel: Option<Kernel>,
@@ -19,13 +41,14 @@ pub(super) fn forward(
     o: &Tensor,
     lse: &Tensor,
 ) -> Result<()> {
-    match kernel {
-        Some(Kernel::Avx512) => forward_with::<InPairs>((), call, problem, o, lse),
-        Some(kernel) => forward_with::<InBf16>(kernel, call, problem, o, lse),
-        None => with_element_type!(problem.dtype(), E => {
-            forward_with::<InF32<E>>((), call, problem, o, lse)
-        }),
-    }
+    let Operands { q, k, v, .. } = problem.operands;
+    with_precision!(kernel, problem.dtype(), T => {
+        call.on_cpu([q, k, v], [o], |[q, k, v]: [&[<T as Precision>::Element]; 3], [o]| {
+            let problem = on_slices::<T>(problem, kernel, q, k, v);
+            call.on_cpu([], [lse], |[], [lse]| cpu::forward(&problem, o, lse))
+        })?
+    })?;
+    Ok(())
 }
 
 /// As [`forward`].
@@ -36,13 +59,20 @@ pub(super) fn backward(
     upstream: &Upstream<'_>,
     gradients: &Gradients<'_>,
 ) -> Result<()> {
-    match kernel {
-        Some(Kernel::Avx512) => backward_with::<InPairs>((), call, problem, upstream, gradients),
-        Some(kernel) => backward_with::<InBf16>(kernel, call, problem, upstream, gradients),
-        None => with_element_type!(problem.dtype(), E => {
-            backward_with::<InF32<E>>((), call, problem, upstream, gradients)
-        }),
-    }
+    let Operands { q, k, v, .. } = problem.operands;
+    let Upstream { dout, lse, delta } = *upstream;
+    let Gradients { dq, dk, dv } = *gradients;
+    with_precision!(kernel, problem.dtype(), T => {
+        call.on_cpu([q, k, v, dout], [dq, dk, dv], |inputs, [dq, dk, dv]| {
+            let [q, k, v, dout]: [&[<T as Precision>::Element]; 4] = inputs;
+            let problem = on_slices::<T>(problem, kernel, q, k, v);
+            call.on_cpu([lse, delta], [], |[lse, delta], []| {
+                let upstream = cpu::Upstream { dout: queries(&problem.dims, dout), lse, delta };
+                in_f32(dq, |dq| cpu::backward(&problem, &upstream, cpu::Gradients { dq, dk, dv }));
+            })
+        })?
+    })?;
+    Ok(())
 }
 
 /// See [`super::delta`].
@@ -67,41 +97,6 @@ pub(super) fn merge(
             cpu::merge(o, lse, part, part_lse, dims);
         })
     })?)?;
-    Ok(())
-}
-
-fn forward_with<T: Precision>(
-    kernel: T::Kernel,
-    call: ArgCheck,
-    problem: &Problem<'_>,
-    o: &Tensor,
-    lse: &Tensor,
-) -> Result<()> {
-    let Operands { q, k, v, .. } = problem.operands;
-    call.on_cpu([q, k, v], [o], |[q, k, v]: [&[T::Element]; 3], [o]| {
-        let problem = on_slices::<T>(problem, kernel, q, k, v);
-        call.on_cpu([], [lse], |[], [lse]| cpu::forward(&problem, o, lse))
-    })??;
-    Ok(())
-}
-
-fn backward_with<T: Precision>(
-    kernel: T::Kernel,
-    call: ArgCheck,
-    problem: &Problem<'_>,
-    upstream: &Upstream<'_>,
-    gradients: &Gradients<'_>,
-) -> Result<()> {
-    let Operands { q, k, v, .. } = problem.operands;
-    let Upstream { dout, lse, delta } = *upstream;
-    let Gradients { dq, dk, dv } = *gradients;
-    call.on_cpu([q, k, v, dout], [dq, dk, dv], |[q, k, v, dout]: [&[T::Element]; 4], [dq, dk, dv]| {
-        let problem = on_slices::<T>(problem, kernel, q, k, v);
-        call.on_cpu([lse, delta], [], |[lse, delta], []| {
-            let upstream = cpu::Upstream { dout: queries(&problem.dims, dout), lse, delta };
-            in_f32(dq, |dq| cpu::backward(&problem, &upstream, cpu::Gradients { dq, dk, dv }));
-        })
-    })??;
     Ok(())
 }
 

@@ -78,9 +78,8 @@ impl<'a> Problem<'a> {
             num_kv_heads,
             head_dim: head_dim.max(1),
         };
-        expect(call, ("q", q), &dims.q_shape())?;
-        expect(call, ("k", k), &dims.kv_shape())?;
-        expect(call, ("v", v), &dims.kv_shape())?;
+        expect(call, &dims.q_shape(), &[("q", q)])?;
+        expect(call, &dims.kv_shape(), &[("k", k), ("v", v)])?;
         for (q_head, &kv_head) in layout.q_to_kv().iter().enumerate() {
             if kv_head >= num_kv_heads {
                 return Err(AttentionError::NoSuchKvHead { op: call.op, q_head, kv_head, num_kv_heads });
@@ -95,16 +94,15 @@ impl<'a> Problem<'a> {
     }
 }
 
-/// Checks that the tensor has exactly this shape.
+/// Checks that the tensors have exactly this shape.
 pub(super) fn expect(
     call: ArgCheck,
-    argument: Argument<'_>,
-    expected: &[usize],
+    shape: &[usize],
+    tensors: &[Argument<'_>],
 ) -> Result<(), AttentionError> {
-    let (name, tensor) = argument;
-    if tensor.dims() == expected {
+    let Some(&(tensor, found)) = tensors.iter().find(|(_, tensor)| tensor.dims() != shape) else {
         return Ok(());
-    }
-    let (expected, got) = (expected.to_vec(), tensor.dims().to_vec());
-    Err(AttentionError::Shape { op: call.op, tensor: name, expected, got })
+    };
+    let (expected, got) = (shape.to_vec(), found.dims().to_vec());
+    Err(AttentionError::Shape { op: call.op, tensor, expected, got })
 }

@@ -25,29 +25,16 @@ pub trait Real:
     fn tanh(self) -> Self;
 }
 
-impl Real for f32 {
-    fn exp(self) -> Self {
-        self.exp()
-    }
-    fn ln(self) -> Self {
-        self.ln()
-    }
-    fn tanh(self) -> Self {
-        self.tanh()
-    }
+macro_rules! real {
+    ($($real:ty),+) => {
+        $(impl Real for $real {
+            fn exp(self) -> Self { self.exp() }
+            fn ln(self) -> Self { self.ln() }
+            fn tanh(self) -> Self { self.tanh() }
+        })+
+    };
 }
-
-impl Real for f64 {
-    fn exp(self) -> Self {
-        self.exp()
-    }
-    fn ln(self) -> Self {
-        self.ln()
-    }
-    fn tanh(self) -> Self {
-        self.tanh()
-    }
-}
+real!(f32, f64);
 
 /// Inputs of both directions, laid out as in [`super::Operands`].
 #[derive(Debug, Clone, Copy)]

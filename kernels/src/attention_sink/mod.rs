@@ -81,10 +81,9 @@ struct Rows {
 impl Rows {
     /// Checks `lse`, and the sinks against it.
     fn check(call: ArgCheck, sinks: &Tensor, lse: &Tensor) -> Result<Self, OpError> {
-        let dims = [0, 1, 2].map(|dim| lse.dims().get(dim).copied().unwrap_or_default());
-        call.expect(("lse", lse), &dims)?;
-        call.expect(("sinks", sinks), &dims[1..2])?;
-        let [batch, heads, tokens] = dims;
+        let [batch, heads, tokens] = [0, 1, 2].map(|dim| lse.dims().get(dim).copied().unwrap_or_default());
+        call.expect(("lse", lse), &[batch, heads, tokens])?;
+        call.expect(("sinks", sinks), &[heads])?;
         Ok(Self { batch, heads, tokens })
     }
 }

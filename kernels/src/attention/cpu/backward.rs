@@ -9,11 +9,10 @@ use super::{
     precision::terms,
     scratch::BackwardScratch,
     softmax::{RowTerms, cap_scores, softmax_backward},
-    tiles::{
-        KEY_BLOCK, QUERY_BLOCK, Rectangle, begin_at_multiples, cached_tokens, rectangles, strips, within,
-    },
+    tiles::{KEY_BLOCK, QUERY_BLOCK, begin_at_multiples, cached_tokens, rectangles, strips},
 };
-use crate::attention::{VisibleRanges, blocks::blocks};
+use crate::attention::VisibleRanges;
+use crate::attention::blocks::{Rectangle, blocks, within};
 use crate::cast::Float;
 use crate::matrix::{HeadAt, HeadsMut, Mat, MatMut, Store};
 use rayon::prelude::*;
@@ -82,14 +81,14 @@ struct Pass<'a, T: Precision> {
 
 impl<T: Precision> Pass<'_, T> {
     /// All gradients of one KV head and the query heads that use it.
-    fn kv_head(&self, at: HeadAt) {
+    fn kv_head(&self, kv_head: HeadAt) {
         let dims = &self.problem.dims;
-        for of_queries in self.query_heads(at) {
+        for at in self.query_heads(kv_head) {
             // SAFETY: each query head has one KV head, so only that head's task accesses it.
-            unsafe { self.dq.head(of_queries, &(0..dims.num_queries)) }.fill(0.0);
+            unsafe { self.dq.head(at, &(0..dims.num_queries)) }.fill(0.0);
         }
         for keys in blocks(0..dims.num_keys, dims.num_keys, cached_tokens(KEY_BLOCK, dims.head_dim)) {
-            self.keys(at, keys, true);
+            self.keys(kv_head, keys, true);
         }
     }
 
@@ -111,17 +110,17 @@ impl<T: Precision> Pass<'_, T> {
 
     /// `dk` and `dv` of some blocks of keys of a KV head, and with `add_to_dq` their contribution to `dq`. Queries are
     /// copied once for all of these blocks; the rectangles are those of single blocks.
-    fn keys(&self, at: HeadAt, keys: Range<usize>, add_to_dq: bool) {
+    fn keys(&self, kv_head: HeadAt, keys: Range<usize>, add_to_dq: bool) {
         let Self { problem, upstream, .. } = self;
         let Problem { dims, layout, .. } = problem;
-        let visible = layout.visible(at.sequence);
+        let visible = layout.visible(kv_head.sequence);
         BackwardScratch::for_keys::<T>(keys.len(), dims.head_dim).with(|mut scratch| {
             let mut cached: Vec<_> = blocks(keys.clone(), keys.end, KEY_BLOCK)
-                .map(|keys| SummedKeys::gather(problem, at, keys, &mut scratch))
+                .map(|keys| SummedKeys::gather(problem, kv_head, keys, &mut scratch))
                 .collect();
             let BackwardScratch { p, ds, p_t, ds_t, ds_rows, q, dout, q_terms, dout_terms, .. } = scratch;
             let mut strip = Strip { pass: self, visible, p, ds, p_t, ds_t, ds_rows };
-            for at in self.query_heads(at) {
+            for at in self.query_heads(kv_head) {
                 for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
                     let queries = QueryBlock::gather(problem, upstream, at, queries, q, dout);
                     let terms = queries.gather_terms(problem, upstream, q_terms, dout_terms);
@@ -132,9 +131,9 @@ impl<T: Precision> Pass<'_, T> {
             }
             for SummedKeys { block, dk, dv } in cached {
                 // SAFETY: no other task has these keys of this sequence and KV head.
-                unsafe { self.dk.head(at, &block.keys) }.round_from(dk);
+                unsafe { self.dk.head(kv_head, &block.range) }.round_from(dk);
                 // SAFETY: as above.
-                unsafe { self.dv.head(at, &block.keys) }.round_from(dv);
+                unsafe { self.dv.head(kv_head, &block.range) }.round_from(dv);
             }
         });
     }
@@ -151,7 +150,7 @@ impl<T: Precision> Pass<'_, T> {
             unsafe { self.dq.head(at, &queries) }.fill(0.0);
             let queries = QueryBlock::gather(problem, upstream, at, queries, q, dout);
             let mut strip = Strip { pass: self, visible, p, ds, p_t, ds_t, ds_rows };
-            for keys in blocks(visible.hull(&queries.queries), dims.num_keys, KEY_BLOCK) {
+            for keys in blocks(visible.hull(&queries.range), dims.num_keys, KEY_BLOCK) {
                 let keys = KeyBlock::gather(problem, kv_head, keys, k, k_t, v_t);
                 for rectangle in strip.all(&queries, &keys) {
                     strip.recompute(&rectangle, &queries, &keys);
@@ -172,12 +171,12 @@ impl<T: Precision> Pass<'_, T> {
         rectangle: &Rectangle,
         at: HeadAt,
         block: &KeyBlock<'_, T>,
-        ds: Mat<'_, T::Tile>,
+        ds: Mat<'_, T::Operand>,
     ) {
         // SAFETY: by this function's contract.
         let dq = unsafe { self.dq.head(at, &rectangle.queries) };
         let &Problem { kernel, scale, .. } = self.problem;
-        let k = block.k.rows(terms::<T>(within(&rectangle.keys, &block.keys)));
+        let k = block.k.rows(terms::<T>(within(&rectangle.keys, &block.range)));
         T::multiply(kernel, dq, Store::Add, scale, ds, k);
     }
 
@@ -210,7 +209,7 @@ impl<'a, T: Precision> Strip<'a, T> {
         keys: &KeyBlock<'_, T>,
     ) -> impl Iterator<Item = Rectangle> + use<'a, T> {
         const { assert!(begin_at_multiples(T::TERMS) && T::BACKWARD_STRIP.is_multiple_of(T::TERMS)) }
-        let rectangles = rectangles(self.visible, queries.queries.clone(), keys.keys.clone(), T::TERMS);
+        let rectangles = rectangles(self.visible, queries.range.clone(), keys.range.clone(), T::TERMS);
         strips(rectangles, T::BACKWARD_STRIP)
     }
 
@@ -227,8 +226,8 @@ impl<'a, T: Precision> Strip<'a, T> {
         let Problem { kernel, dims, scale, .. } = *self.pass.problem;
         for rectangle in self.all(queries, block) {
             self.recompute(&rectangle, queries, block);
-            let in_queries = terms::<T>(within(&rectangle.queries, &queries.queries));
-            let first = within(&rectangle.keys, &block.keys).start * dims.head_dim;
+            let in_queries = terms::<T>(within(&rectangle.queries, &queries.range));
+            let first = within(&rectangle.keys, &block.range).start * dims.head_dim;
             let rows = |sums| MatMut::new(sums, rectangle.keys.len(), dims.head_dim, dims.head_dim);
             let p_t = T::from_tile_transposed(rectangle.scores(self.p), self.p_t);
             let dout = of_queries.dout.rows(in_queries.clone());
@@ -250,8 +249,8 @@ impl<'a, T: Precision> Strip<'a, T> {
     fn recompute(&mut self, rectangle: &Rectangle, queries: &QueryBlock<'_, T>, keys: &KeyBlock<'_, T>) {
         let Problem { kernel, dims, scale, layout, .. } = *self.pass.problem;
         let Upstream { lse, delta, .. } = self.pass.upstream;
-        let in_queries = within(&rectangle.queries, &queries.queries);
-        let in_keys = within(&rectangle.keys, &keys.keys);
+        let in_queries = within(&rectangle.queries, &queries.range);
+        let in_keys = within(&rectangle.keys, &keys.range);
         let (q, k_t) = (queries.q.rows(in_queries.clone()), keys.k_t.columns(in_keys.clone()));
         let (dout, v_t) = (queries.dout.rows(in_queries), keys.v_t.columns(in_keys));
         T::multiply(kernel, rectangle.scores_mut(self.p), Store::Overwrite, scale, q, k_t);

@@ -5,9 +5,9 @@ use super::{
     precision::{Form, terms},
     scratch::ForwardScratch,
     softmax::{Running, cap_scores, online_softmax},
-    tiles::{KEY_BLOCK, QUERY_BLOCK, cached_tokens, rectangles, strips, within},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, cached_tokens, rectangles, strips},
 };
-use crate::attention::blocks::blocks;
+use crate::attention::blocks::{blocks, within};
 use crate::attention::dims::Dims;
 use crate::matrix::{HeadAt, HeadsMut, MatMut, Store};
 use rayon::prelude::*;

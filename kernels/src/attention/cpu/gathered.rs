@@ -9,15 +9,15 @@ use std::ops::Range;
 /// `q` and `dout` of a block of one query head, copied for matmuls over `head_dim`.
 pub(super) struct QueryBlock<'a, T: Precision> {
     pub(super) at: HeadAt,
-    pub(super) queries: Range<usize>,
-    pub(super) q: Mat<'a, T::Tile>,
-    pub(super) dout: Mat<'a, T::Tile>,
+    pub(super) range: Range<usize>,
+    pub(super) q: Mat<'a, T::Operand>,
+    pub(super) dout: Mat<'a, T::Operand>,
 }
 
 /// The same, copied for matmuls over the queries.
 pub(super) struct QueryTerms<'a, T: Precision> {
-    pub(super) q: Mat<'a, T::Tile>,
-    pub(super) dout: Mat<'a, T::Tile>,
+    pub(super) q: Mat<'a, T::Operand>,
+    pub(super) dout: Mat<'a, T::Operand>,
 }
 
 impl<'a, T: Precision> QueryBlock<'a, T> {
@@ -31,7 +31,7 @@ impl<'a, T: Precision> QueryBlock<'a, T> {
     ) -> Self {
         let q = T::gather(problem.q.head(at, &queries), Form::Rows, q);
         let dout = T::gather(upstream.dout.head(at, &queries), Form::Rows, dout);
-        Self { at, queries, q, dout }
+        Self { at, range: queries, q, dout }
     }
 
     pub(super) fn gather_terms(
@@ -41,18 +41,18 @@ impl<'a, T: Precision> QueryBlock<'a, T> {
         q: &'a mut [f32],
         dout: &'a mut [f32],
     ) -> QueryTerms<'a, T> {
-        let Self { at, queries, .. } = self;
-        let q = T::gather_terms(problem.q.head(*at, queries), self.q, q);
-        QueryTerms { q, dout: T::gather_terms(upstream.dout.head(*at, queries), self.dout, dout) }
+        let Self { at, range, .. } = self;
+        let q = T::gather_terms(problem.q.head(*at, range), self.q, q);
+        QueryTerms { q, dout: T::gather_terms(upstream.dout.head(*at, range), self.dout, dout) }
     }
 }
 
 /// A block of keys of one KV head: for matmuls over the keys, and transposed for those over `head_dim`.
 pub(super) struct KeyBlock<'a, T: Precision> {
-    pub(super) keys: Range<usize>,
-    pub(super) k: Mat<'a, T::Tile>,
-    pub(super) k_t: Mat<'a, T::Tile>,
-    pub(super) v_t: Mat<'a, T::Tile>,
+    pub(super) range: Range<usize>,
+    pub(super) k: Mat<'a, T::Operand>,
+    pub(super) k_t: Mat<'a, T::Operand>,
+    pub(super) v_t: Mat<'a, T::Operand>,
 }
 
 impl<'a, T: Precision> KeyBlock<'a, T> {
@@ -67,7 +67,7 @@ impl<'a, T: Precision> KeyBlock<'a, T> {
         let rows = problem.k.head(at, &keys);
         let k_t = T::gather(rows, Form::Transposed, k_t);
         let v_t = T::gather(problem.v.head(at, &keys), Form::Transposed, v_t);
-        Self { k: T::gather(rows, Form::TokenTerms, k), k_t, v_t, keys }
+        Self { k: T::gather(rows, Form::TokenTerms, k), k_t, v_t, range: keys }
     }
 }
 

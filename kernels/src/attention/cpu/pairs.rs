@@ -18,7 +18,7 @@ pub(in crate::attention) struct InPairs;
 
 impl Precision for InPairs {
     type Element = bf16;
-    type Tile = u32;
+    type Operand = u32;
     type Kernel = ();
 
     /// As in f32, whose instructions access memory in the same way.

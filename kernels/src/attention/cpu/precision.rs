@@ -31,7 +31,7 @@ pub(in crate::attention) trait Precision: Sync + 'static {
     type Element: Float;
 
     /// Element type of the operands.
-    type Tile: Copy + Send + Sync;
+    type Operand: Copy + Send + Sync;
 
     /// The instructions of the matmuls.
     type Kernel: Copy + Send + Sync;
@@ -57,23 +57,27 @@ pub(in crate::attention) trait Precision: Sync + 'static {
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
 
     /// Copies some tokens of one head, `[tokens, head_dim]`, to `memory`.
-    fn gather<'b>(tokens: Mat<'_, Self::Element>, form: Form, memory: &'b mut [f32]) -> Mat<'b, Self::Tile>;
+    fn gather<'b>(
+        tokens: Mat<'_, Self::Element>,
+        form: Form,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, Self::Operand>;
 
     /// The tokens as [`Form::TokenTerms`], copied to `memory` unless `rows`, their copy as [`Form::Rows`], serves as that.
     fn gather_terms<'b>(
         tokens: Mat<'_, Self::Element>,
-        rows: Mat<'b, Self::Tile>,
+        rows: Mat<'b, Self::Operand>,
         memory: &'b mut [f32],
-    ) -> Mat<'b, Self::Tile> {
+    ) -> Mat<'b, Self::Operand> {
         if Self::TERMS == 1 { rows } else { Self::gather(tokens, Form::TokenTerms, memory) }
     }
 
     /// A tile of f32 values, with rows [`ROW_STRIDE`] apart, as the left operand of a matmul over its columns:
     /// `[rows, cols / TERMS]`. Converted in `buffer` if necessary.
-    fn from_tile<'a>(tile: Mat<'a>, buffer: &'a mut [f32]) -> Mat<'a, Self::Tile>;
+    fn from_tile<'a>(tile: Mat<'a>, buffer: &'a mut [f32]) -> Mat<'a, Self::Operand>;
 
     /// The left operand of a matmul over the tile's rows: `[cols, rows / TERMS]`.
-    fn from_tile_transposed<'a>(tile: Mat<'a>, buffer: &'a mut [f32]) -> Mat<'a, Self::Tile> {
+    fn from_tile_transposed<'a>(tile: Mat<'a>, buffer: &'a mut [f32]) -> Mat<'a, Self::Operand> {
         Self::from_tile(tile, buffer).t()
     }
 
@@ -83,8 +87,8 @@ pub(in crate::attention) trait Precision: Sync + 'static {
         dst: MatMut<'_>,
         store: Store,
         factor: f32,
-        lhs: Mat<'_, Self::Tile>,
-        rhs: Mat<'_, Self::Tile>,
+        lhs: Mat<'_, Self::Operand>,
+        rhs: Mat<'_, Self::Operand>,
     );
 }
 
@@ -106,7 +110,7 @@ pub(in crate::attention) struct InF32<E>(PhantomData<E>);
 
 impl<E: Float> Precision for InF32<E> {
     type Element = E;
-    type Tile = f32;
+    type Operand = f32;
     type Kernel = ();
 
     /// A strip's scores for a block of keys stay in the first-level cache between the two matmuls, and all
@@ -149,7 +153,7 @@ pub(in crate::attention) struct InBf16;
 
 impl Precision for InBf16 {
     type Element = bf16;
-    type Tile = bf16;
+    type Operand = bf16;
     type Kernel = Kernel;
 
     /// A matmul packs both operands, which pays off for large ones.

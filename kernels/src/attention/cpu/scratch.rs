@@ -21,6 +21,7 @@ pub(super) fn with_scratch<const N: usize, R>(
 macro_rules! buffers {
     ($(#[$doc:meta])* $name:ident { $($(#[$of_field:meta])* $field:ident,)+ }) => {
         $(#[$doc])*
+        #[derive(Default)]
         pub(super) struct $name<B> {
             $($(#[$of_field])* pub(super) $field: B,)+
         }
@@ -41,47 +42,30 @@ macro_rules! buffers {
 buffers! {
     /// The buffers of a forward task.
     ForwardScratch {
-        /// A strip of scores, then of probabilities.
-        scores,
-        /// The probabilities as an operand.
-        p,
-        /// Queries.
-        q,
-        /// A block of transposed keys.
-        k_t,
-        /// A block of values.
-        v,
+        /// A strip of scores, then of probabilities; these as an operand.
+        scores, p,
+        /// Queries, a block of transposed keys, and their values.
+        q, k_t, v,
         /// See [`Running`](super::softmax::Running).
-        output,
-        max,
-        sums,
+        output, max, sums,
     }
 }
 
 buffers! {
     /// The buffers of a backward task.
     BackwardScratch {
-        /// A strip of scores, then of probabilities.
-        p,
-        /// Their gradients.
-        ds,
+        /// A strip of scores, then of probabilities; their gradients.
+        p, ds,
         /// Both as operands: transposed for the gradients of keys and values, and for that of queries.
-        p_t,
-        ds_t,
-        ds_rows,
+        p_t, ds_t, ds_rows,
         /// Keys and values; see [`KeyBlock`](super::gathered::KeyBlock).
-        k,
-        k_t,
-        v_t,
+        k, k_t, v_t,
         /// Their gradients.
-        dk,
-        dv,
+        dk, dv,
         /// A block of queries and of the output's gradient; see [`QueryBlock`](super::gathered::QueryBlock).
-        q,
-        dout,
+        q, dout,
         /// The same for matmuls over the queries, if these need other copies.
-        q_terms,
-        dout_terms,
+        q_terms, dout_terms,
     }
 }
 
@@ -149,18 +133,13 @@ impl BackwardScratch<usize> {
         Self {
             p: T::BACKWARD_STRIP * ROW_STRIDE,
             ds: T::BACKWARD_STRIP * ROW_STRIDE,
-            p_t: 0,
-            ds_t: 0,
             ds_rows: T::tile_scratch(T::BACKWARD_STRIP),
             k: T::scratch(Form::TokenTerms, KEY_BLOCK, head_dim),
             k_t: columns,
             v_t: columns,
-            dk: 0,
-            dv: 0,
             q: rows,
             dout: rows,
-            q_terms: 0,
-            dout_terms: 0,
+            ..Self::default()
         }
     }
 }

@@ -4,8 +4,9 @@
 //! neither masks nor remainders.
 
 use super::exp::exp;
-use super::tiles::{ROW_STRIDE, Rectangle, within};
-use crate::attention::{VisibleRanges, blocks::intersect};
+use super::tiles::ROW_STRIDE;
+use crate::attention::VisibleRanges;
+use crate::attention::blocks::{Rectangle, intersect, within};
 use crate::cast::Float;
 use crate::matrix::MatMut;
 use crate::simd::{Isa, LANES, Lanes, dot, max_lanes, max_of_lanes, simd_kernel};

@@ -2,7 +2,7 @@
 
 use crate::attention::{
     VisibleRanges,
-    blocks::{blocks, intersect},
+    blocks::{Rectangle, blocks, intersect},
 };
 use crate::matrix::{Mat, MatMut};
 use crate::simd::LANES;
@@ -33,13 +33,6 @@ pub(super) fn cached_tokens(tile: usize, head_dim: usize) -> usize {
     tile * (CACHED_ELEMENTS / (tile * head_dim.max(1))).max(1)
 }
 
-/// A rectangle of (query, key) pairs that is computed as a whole.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Rectangle {
-    pub(super) queries: Range<usize>,
-    pub(super) keys: Range<usize>,
-}
-
 impl Rectangle {
     /// Its scores in a buffer, or others of their shape, `[queries, keys]`.
     pub(super) fn scores<'a>(&self, buffer: &'a [f32]) -> Mat<'a> {
@@ -63,11 +56,6 @@ pub(super) fn strips(
             .step_by(rows)
             .map(move |start| Rectangle { queries: start..end.min(start + rows), keys: keys.clone() })
     })
-}
-
-/// `part`, relative to the start of `whole`.
-pub(super) fn within(part: &Range<usize>, whole: &Range<usize>) -> Range<usize> {
-    part.start - whole.start..part.end - whole.start
 }
 
 /// Rectangles that cover the visible pairs of `queries` and `keys`, each pair once.
@@ -114,7 +102,8 @@ fn whole_groups(part: &Range<usize>, whole: &Range<usize>, group: usize) -> Rang
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::{AttentionError, AttentionLayout, reference};
+    use crate::attention::tests::assert_covers_visible_pairs;
+    use crate::attention::{AttentionError, AttentionLayout};
 
     fn packed(
         length: u32,
@@ -157,26 +146,13 @@ mod tests {
         ];
         let cases = layouts.iter().enumerate().flat_map(|case| [(case, 1), (case, 2)]);
         for ((case, layout), group) in cases {
-            let (num_queries, num_keys) = (layout.q_positions().len(), layout.kv_positions().len());
-            let mut covered = vec![0u8; num_queries * num_keys];
-            for rectangle in all_rectangles(layout, group) {
-                let end = rectangle.keys.end;
-                assert!(rectangle.keys.start.is_multiple_of(group), "case {case}: {rectangle:?}");
-                assert!(end.is_multiple_of(group) || end == num_keys, "case {case}: {rectangle:?}");
-                for query in rectangle.queries {
-                    for key in rectangle.keys.clone() {
-                        covered[query * num_keys + key] += 1;
-                    }
-                }
+            let num_keys = layout.kv_positions().len();
+            let rectangles = all_rectangles(layout, group);
+            for Rectangle { keys, .. } in &rectangles {
+                assert!(keys.start.is_multiple_of(group), "case {case}: {keys:?}");
+                assert!(keys.end.is_multiple_of(group) || keys.end == num_keys, "case {case}: {keys:?}");
             }
-            for (pair, count) in covered.into_iter().enumerate() {
-                let (query, key) = (pair / num_keys, pair % num_keys);
-                let visible = reference::is_visible(layout, 0, query, key);
-                assert!(
-                    count <= 1 && (count == 1 || !visible),
-                    "case {case}, groups of {group}: ({query}, {key}) {count} times"
-                );
-            }
+            assert_covers_visible_pairs(layout, rectangles, &format!("case {case}, groups of {group}"));
         }
         Ok(())
     }

@@ -6,9 +6,9 @@
 //! beyond that in the tensor itself.
 
 use super::pass::{Pass, QueryBlock, align, scratch, sizes};
-use super::tiling::{HeadChunk, Tile, Tiling};
+use super::tiling::{HeadChunk, Tiling};
 use crate::attention::{
-    blocks::blocks,
+    blocks::{Rectangle, blocks},
     dims::Dims,
     operands::{Gradients, Operands, Problem, Upstream},
 };
@@ -41,7 +41,7 @@ pub(in crate::attention) fn backward(
     launcher.open(outputs, inputs, |[dq, dk, dv, scratch @ ..], inputs| {
         let [q, k, v, dout, lse, delta, ranges, heads] = inputs;
         let [packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums] = scratch.map(align);
-        let in_place = dtype == DType::F32;
+        let (p, ds) = if dtype == DType::F32 { (scores, dscores) } else { (p, ds) };
         let pass = Backward {
             pass: Pass::new(launcher, problem, stride, ranges, heads)?,
             tiling,
@@ -55,14 +55,7 @@ pub(in crate::attention) fn backward(
             dq,
             dk,
             dv,
-            packed_q,
-            packed_dout,
-            scores,
-            dscores,
-            p: if in_place { scores } else { p },
-            ds: if in_place { dscores } else { ds },
-            dq_sums,
-            kv_sums,
+            scratch: Scratch { packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums },
             zero: Kernel::new(&ATTENTION, "attention_zero"),
             softmax: Kernel::of_dtype(&ATTENTION, "attention_softmax_backward", dtype)?,
         };
@@ -77,19 +70,22 @@ pub(in crate::attention) fn backward(
     })
 }
 
-/// The scratch of [`Backward`], for the largest of the chunks.
-struct Scratch {
-    packed_q: Tensor,
-    packed_dout: Tensor,
-    scores: Tensor,
-    dscores: Tensor,
-    p: Tensor,
-    ds: Tensor,
-    dq_sums: Tensor,
-    kv_sums: Tensor,
+/// Scratch for the largest of the chunks.
+struct Scratch<T> {
+    packed_q: T,
+    packed_dout: T,
+    scores: T,
+    /// Gradients of the probabilities.
+    dscores: T,
+    p: T,
+    ds: T,
+    /// A query block's `dq`.
+    dq_sums: T,
+    /// `dk` of a block of keys, followed by their `dv`.
+    kv_sums: T,
 }
 
-impl Scratch {
+impl Scratch<Tensor> {
     fn new(
         dims: &Dims,
         dtype: DType,
@@ -131,17 +127,7 @@ struct Backward<'a> {
     dq: Address,
     dk: Address,
     dv: Address,
-    packed_q: Address,
-    packed_dout: Address,
-    scores: Address,
-    /// Gradients of the probabilities.
-    dscores: Address,
-    p: Address,
-    ds: Address,
-    /// A query block's `dq`.
-    dq_sums: Address,
-    /// `dk` of a block of keys, followed by their `dv`.
-    kv_sums: Address,
+    scratch: Scratch<Address>,
     zero: Kernel,
     softmax: Kernel,
 }
@@ -156,11 +142,11 @@ struct KeySums<'a> {
 impl Backward<'_> {
     /// Computes `dk` and `dv` of some keys of a chunk of heads, and their contribution to its `dq`.
     fn sum_block(&self, row: usize, chunk: &HeadChunk, keys: &Range<usize>) -> Result<(), DeviceError> {
-        let Self { pass, .. } = self;
+        let Self { pass, scratch, .. } = self;
         let num_queries = pass.dims.num_queries;
         let len = chunk.num_kv_heads * keys.len() * pass.dims.head_dim;
-        let sums = KeySums { keys, dk: self.kv_sums, dv: self.kv_sums.offset(len) };
-        self.zero(self.kv_sums, 2 * len)?;
+        let sums = KeySums { keys, dk: scratch.kv_sums, dv: scratch.kv_sums.offset(len) };
+        self.zero(scratch.kv_sums, 2 * len)?;
         if chunk.group > 0 {
             // The first keys overwrite `dq`, for all queries.
             let seeing = pass.layout.visible(row).queries_of(keys);
@@ -174,44 +160,45 @@ impl Backward<'_> {
     }
 
     fn query_block(&self, block: &QueryBlock, sums: &KeySums<'_>) -> Result<(), DeviceError> {
-        let Self { pass, .. } = self;
-        pass.gather(self.packed_q, self.q, block)?;
-        pass.gather(self.packed_dout, self.dout, block)?;
-        self.zero(self.dq_sums, block.num_rows() * pass.dims.head_dim)?;
+        let Self { pass, scratch, .. } = self;
+        pass.gather(scratch.packed_q, self.q, block)?;
+        pass.gather(scratch.packed_dout, self.dout, block)?;
+        self.zero(scratch.dq_sums, block.num_rows() * pass.dims.head_dim)?;
         for tile in self.tiling.tiles(pass.layout.visible(block.row), block.queries.clone(), sums.keys) {
             self.tile(block, &tile, sums)?;
         }
-        pass.scatter_queries(self.dq, self.dq_sums, block, sums.keys.start > 0)
+        pass.scatter_queries(self.dq, scratch.dq_sums, block, sums.keys.start > 0)
     }
 
-    fn tile(&self, block: &QueryBlock, tile: &Tile, sums: &KeySums<'_>) -> Result<(), DeviceError> {
-        let Self { pass, scale, .. } = self;
+    fn tile(&self, block: &QueryBlock, tile: &Rectangle, sums: &KeySums<'_>) -> Result<(), DeviceError> {
+        let Self { pass, scale, scratch, .. } = self;
         let scores_of = |address| pass.scores(address, block, tile);
-        let (q, dout) = (pass.rows(self.packed_q, block, tile), pass.rows(self.packed_dout, block, tile));
+        let (q, dout) =
+            (pass.rows(scratch.packed_q, block, tile), pass.rows(scratch.packed_dout, block, tile));
         let (k, v) = (pass.keys(self.k, block, tile), pass.keys(self.v, block, tile));
-        pass.multiply(block, *scale, q, k.transposed(), 0.0, scores_of(self.scores))?;
-        pass.multiply(block, 1.0, dout, v.transposed(), 0.0, scores_of(self.dscores))?;
+        pass.multiply(block, *scale, q, k.transposed(), 0.0, scores_of(scratch.scores))?;
+        pass.multiply(block, 1.0, dout, v.transposed(), 0.0, scores_of(scratch.dscores))?;
         self.softmax(block, tile)?;
-        let (p, ds) = (scores_of(self.p), scores_of(self.ds));
+        let (p, ds) = (scores_of(scratch.p), scores_of(scratch.ds));
         pass.multiply(block, 1.0, p.transposed(), dout, 1.0, self.sums_of(sums.dv, sums, tile))?;
         pass.multiply(block, *scale, ds.transposed(), q, 1.0, self.sums_of(sums.dk, sums, tile))?;
-        pass.multiply(block, *scale, ds, k, 1.0, pass.rows(self.dq_sums, block, tile))
+        pass.multiply(block, *scale, ds, k, 1.0, pass.rows(scratch.dq_sums, block, tile))
     }
 
     /// The sums of the tile's keys.
-    fn sums_of(&self, address: Address, sums: &KeySums<'_>, tile: &Tile) -> MatrixAt {
+    fn sums_of(&self, address: Address, sums: &KeySums<'_>, tile: &Rectangle) -> MatrixAt {
         let head_dim = self.pass.dims.head_dim;
         let address = address.offset((tile.keys.start - sums.keys.start) * head_dim);
         MatrixAt::row_major(address, tile.keys.len(), head_dim, head_dim).batched(sums.keys.len() * head_dim)
     }
 
-    fn softmax(&self, block: &QueryBlock, tile: &Tile) -> Result<(), DeviceError> {
-        let Self { pass, .. } = self;
+    fn softmax(&self, block: &QueryBlock, tile: &Rectangle) -> Result<(), DeviceError> {
+        let Self { pass, scratch, .. } = self;
         let addresses = [
-            self.p.into(),
-            self.ds.into(),
-            self.scores.into(),
-            self.dscores.into(),
+            scratch.p.into(),
+            scratch.ds.into(),
+            scratch.scores.into(),
+            scratch.dscores.into(),
             pass.row_term_at(self.lse, block.row, tile.queries.start).into(),
             pass.row_term_at(self.delta, block.row, tile.queries.start).into(),
             pass.heads(&block.chunk).into(),
@@ -223,7 +210,7 @@ impl Backward<'_> {
             pass.dims.num_queries,
             tile.keys.start,
             tile.keys.len(),
-            pass.score_stride(),
+            pass.score_stride,
         ]);
         let args = [&addresses[..], &sizes, &[pass.softcap()]].concat();
         // SAFETY: the tile's scores are within the scratch, its queries within `lse`, `delta` and the ranges.

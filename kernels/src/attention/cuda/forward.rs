@@ -1,9 +1,9 @@
 //! Forward: for each block of queries, tile after tile of keys, with an online softmax.
 
 use super::pass::{Pass, QueryBlock, align, scratch, sizes};
-use super::tiling::{Tile, Tiling};
+use super::tiling::Tiling;
 use crate::attention::{
-    blocks::blocks,
+    blocks::{Rectangle, blocks},
     operands::{Operands, Problem},
 };
 use crate::device::{Address, DeviceError, Kernel, Launcher, sources::ATTENTION};
@@ -109,7 +109,7 @@ impl Forward<'_> {
         unsafe { self.pass.launcher.launch(&self.begin, self.pass.elements_grid(block.num_rows()), &args) }
     }
 
-    fn tile(&self, block: &QueryBlock, tile: &Tile) -> Result<(), DeviceError> {
+    fn tile(&self, block: &QueryBlock, tile: &Rectangle) -> Result<(), DeviceError> {
         let Self { pass, .. } = self;
         let q = pass.rows(self.packed_q, block, tile);
         let k = pass.keys(self.k, block, tile).transposed();
@@ -120,7 +120,7 @@ impl Forward<'_> {
         pass.multiply(block, 1.0, p, v, 1.0, pass.rows(self.acc, block, tile))
     }
 
-    fn softmax(&self, block: &QueryBlock, tile: &Tile) -> Result<(), DeviceError> {
+    fn softmax(&self, block: &QueryBlock, tile: &Rectangle) -> Result<(), DeviceError> {
         let Self { pass, .. } = self;
         let (rows, head_dim) = (block.rows_of(tile), pass.dims.head_dim);
         let addresses = [
@@ -137,7 +137,7 @@ impl Forward<'_> {
             block.chunk.group,
             tile.keys.start,
             tile.keys.len(),
-            pass.score_stride(),
+            pass.score_stride,
             head_dim,
         ]);
         let args = [&addresses[..], &sizes, &[pass.softcap()]].concat();

@@ -12,6 +12,7 @@ pub(super) use tiling::{HeadChunk, Tiling};
 use super::dims::Dims;
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION};
 use candle_core::{DType, Tensor};
+use pass::sizes;
 
 /// Writes `delta [b, hq, sq] = rowsum(o * dout)` for `o, dout [b, sq, hq, d]`.
 pub(super) fn delta(
@@ -25,16 +26,8 @@ pub(super) fn delta(
     let kernel = Kernel::of_dtype(&ATTENTION, "attention_delta", o.dtype())?;
     let (rows, width) = (batch * num_queries * num_heads, lanes_per_row(head_dim, o.dtype()));
     launcher.open([delta], [o, dout], |[delta], [o, dout]| {
-        let args = [
-            delta.into(),
-            o.into(),
-            dout.into(),
-            (rows as u64).into(),
-            (num_queries as u32).into(),
-            (num_heads as u32).into(),
-            (head_dim as u32).into(),
-            (width as u32).into(),
-        ];
+        let operands = [delta.into(), o.into(), dout.into(), (rows as u64).into()];
+        let args = [&operands[..], &sizes([num_queries, num_heads, head_dim, width])].concat();
         // SAFETY: `o` and `dout` have `rows` rows of `head_dim` elements, `delta` one element for each.
         unsafe { launcher.launch(&kernel, Grid::threads(rows * width), &args) }
     })
@@ -53,17 +46,8 @@ pub(super) fn merge(
     let kernel = Kernel::of_dtype(&ATTENTION, "attention_merge", part.dtype())?;
     let (rows, width) = (batch * num_queries * num_heads, lanes_per_row(head_dim, DType::F32));
     launcher.open([o, lse], [part, part_lse], |[o, lse], [part, part_lse]| {
-        let args = [
-            o.into(),
-            lse.into(),
-            part.into(),
-            part_lse.into(),
-            (rows as u64).into(),
-            (num_queries as u32).into(),
-            (num_heads as u32).into(),
-            (head_dim as u32).into(),
-            (width as u32).into(),
-        ];
+        let operands = [o.into(), lse.into(), part.into(), part_lse.into(), (rows as u64).into()];
+        let args = [&operands[..], &sizes([num_queries, num_heads, head_dim, width])].concat();
         // SAFETY: `o` and `part` have `rows` rows of `head_dim` elements, `lse` and `part_lse` one element for each.
         unsafe { launcher.launch(&kernel, Grid::threads(rows * width), &args) }
     })

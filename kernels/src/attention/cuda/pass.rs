@@ -1,7 +1,7 @@
 //! Shared parts of the forward and backward tiles: packed queries, and the matrix views of the matmuls.
 
-use super::tiling::{HeadChunk, Tile};
-use crate::attention::{AttentionLayout, dims::Dims, operands::Problem};
+use super::tiling::HeadChunk;
+use crate::attention::{AttentionLayout, blocks::Rectangle, dims::Dims, operands::Problem};
 use crate::device::{
     Address, Arg, DeviceError, Grid, Kernel, Launcher, Matmul, MatrixAt, sources::ATTENTION,
 };
@@ -29,7 +29,7 @@ impl QueryBlock {
     }
 
     /// The rows of a tile, numbered within each KV head.
-    pub(super) fn rows_of(&self, tile: &Tile) -> Range<usize> {
+    pub(super) fn rows_of(&self, tile: &Rectangle) -> Range<usize> {
         let row = |query: usize| (query - self.queries.start) * self.chunk.group;
         row(tile.queries.start)..row(tile.queries.end)
     }
@@ -45,7 +45,7 @@ pub(super) struct Pass<'a> {
     pub(super) layout: &'a AttentionLayout,
     dtype: DType,
     /// Distance between rows of scores, in elements.
-    score_stride: usize,
+    pub(super) score_stride: usize,
     ranges: Address,
     heads: Address,
     gather: Kernel,
@@ -142,7 +142,7 @@ impl<'a> Pass<'a> {
         &self,
         kernel: &Kernel,
         block: &QueryBlock,
-        tile: &Tile,
+        tile: &Rectangle,
         args: &[Arg<'_>],
     ) -> Result<(), DeviceError> {
         let rows = block.rows_of(tile).len();
@@ -152,13 +152,8 @@ impl<'a> Pass<'a> {
     }
 
     /// The key ranges of the tile's queries, beginning with the first query.
-    pub(super) fn ranges_of(&self, block: &QueryBlock, tile: &Tile) -> Address {
+    pub(super) fn ranges_of(&self, block: &QueryBlock, tile: &Rectangle) -> Address {
         self.ranges.offset(2 * (block.row * self.dims.num_queries + tile.queries.start))
-    }
-
-    /// Distance between rows of scores, in elements.
-    pub(super) fn score_stride(&self) -> usize {
-        self.score_stride
     }
 
     /// The soft cap of the scores as a kernel's parameter: 0 for none.
@@ -167,14 +162,14 @@ impl<'a> Pass<'a> {
     }
 
     /// The tile's scores, or another tensor of their shape.
-    pub(super) fn scores(&self, scores: Address, block: &QueryBlock, tile: &Tile) -> MatrixAt {
+    pub(super) fn scores(&self, scores: Address, block: &QueryBlock, tile: &Rectangle) -> MatrixAt {
         let rows = block.rows_of(tile).len();
         let scores = MatrixAt::row_major(scores, rows, tile.keys.len(), self.score_stride);
         scores.batched(rows * self.score_stride)
     }
 
     /// The tile's packed rows.
-    pub(super) fn rows(&self, packed: Address, block: &QueryBlock, tile: &Tile) -> MatrixAt {
+    pub(super) fn rows(&self, packed: Address, block: &QueryBlock, tile: &Rectangle) -> MatrixAt {
         let (rows, head_dim) = (block.rows_of(tile), self.dims.head_dim);
         let packed =
             MatrixAt::row_major(packed.offset(rows.start * head_dim), rows.len(), head_dim, head_dim);
@@ -182,7 +177,7 @@ impl<'a> Pass<'a> {
     }
 
     /// The tile's keys in a tensor `[b, skv, hkv, d]`.
-    pub(super) fn keys(&self, tensor: Address, block: &QueryBlock, tile: &Tile) -> MatrixAt {
+    pub(super) fn keys(&self, tensor: Address, block: &QueryBlock, tile: &Rectangle) -> MatrixAt {
         let Dims { num_kv_heads, head_dim, .. } = self.dims;
         let address = self.keys_at(tensor, block.row, &block.chunk, tile.keys.start);
         MatrixAt::row_major(address, tile.keys.len(), head_dim, num_kv_heads * head_dim).batched(head_dim)

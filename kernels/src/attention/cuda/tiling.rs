@@ -2,7 +2,7 @@
 
 use crate::attention::{
     VisibleRanges,
-    blocks::{blocks, intersect},
+    blocks::{Rectangle, blocks, intersect},
     dims::Dims,
 };
 use std::ops::Range;
@@ -50,13 +50,6 @@ impl HeadChunk {
     pub(super) fn num_heads(&self) -> usize {
         self.num_kv_heads * self.group
     }
-}
-
-/// A rectangle of (query, key) pairs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Tile {
-    pub(super) queries: Range<usize>,
-    pub(super) keys: Range<usize>,
 }
 
 impl Tiling {
@@ -130,12 +123,12 @@ impl Tiling {
         visible: &VisibleRanges,
         queries: Range<usize>,
         keys: &Range<usize>,
-    ) -> impl Iterator<Item = Tile> {
+    ) -> impl Iterator<Item = Rectangle> {
         let hull = intersect(&visible.hull(&queries), keys);
         blocks(hull.clone(), keys.end, self.keys).filter_map(move |block| {
             let seen = intersect(&hull, &block);
             let seeing = intersect(&visible.queries_of(&seen), &queries);
-            let tile = Tile { keys: aligned(&seen, &block), queries: aligned(&seeing, &queries) };
+            let tile = Rectangle { keys: aligned(&seen, &block), queries: aligned(&seeing, &queries) };
             (!seeing.is_empty()).then_some(tile)
         })
     }
@@ -150,7 +143,8 @@ fn aligned(range: &Range<usize>, bounds: &Range<usize>) -> Range<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::{AttentionError, AttentionLayout, reference};
+    use crate::attention::tests::assert_covers_visible_pairs;
+    use crate::attention::{AttentionError, AttentionLayout};
 
     const SMALL: Tiling = Tiling { rows: 128, keys: 96, heads: 4, sums: 0 };
 
@@ -204,26 +198,12 @@ mod tests {
         ];
         for (case, layout) in layouts.iter().enumerate() {
             let (num_queries, num_keys) = (layout.q_positions().len(), layout.kv_positions().len());
-            let mut covered = vec![0u8; num_queries * num_keys];
-            for keys in [0..288, 288..num_keys] {
-                for queries in blocks(0..num_queries, num_queries, 128) {
-                    for tile in SMALL.tiles(layout.visible(0), queries, &keys) {
-                        for query in tile.queries {
-                            for key in tile.keys.clone() {
-                                covered[query * num_keys + key] += 1;
-                            }
-                        }
-                    }
-                }
-            }
-            for (pair, count) in covered.into_iter().enumerate() {
-                let (query, key) = (pair / num_keys, pair % num_keys);
-                let visible = reference::is_visible(layout, 0, query, key);
-                assert!(
-                    count <= 1 && (count == 1 || !visible),
-                    "case {case}: ({query}, {key}) {count} times"
-                );
-            }
+            let visible = layout.visible(0);
+            let tiles = [0..288, 288..num_keys].into_iter().flat_map(|keys| {
+                blocks(0..num_queries, num_queries, 128)
+                    .flat_map(move |queries| SMALL.tiles(visible, queries, &keys).collect::<Vec<_>>())
+            });
+            assert_covers_visible_pairs(layout, tiles, &format!("case {case}"));
         }
         Ok(())
     }

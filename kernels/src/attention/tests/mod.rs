@@ -9,7 +9,7 @@ mod properties;
 
 use super::{
     Attention, AttentionError, AttentionKernels, AttentionLayout, FlashAttention, Gradients, Logits,
-    Operands, Upstream, backward, delta, forward, reference,
+    Operands, Upstream, backward, blocks::Rectangle, delta, forward, reference,
 };
 use crate::OpError;
 use crate::tensor::to_vec;
@@ -214,4 +214,24 @@ fn causal(
 fn shards(q: impl IntoIterator<Item = u32>, kv: impl IntoIterator<Item = u32>) -> Result<AttentionLayout> {
     let (q, kv): (Vec<u32>, Vec<u32>) = (q.into_iter().collect(), kv.into_iter().collect());
     AttentionLayout::new(q, kv, vec![vec![0, 700], vec![0, 130, 410, 700]], vec![0, 1, 1], None)
+}
+
+/// Checks that rectangles contain each pair of the first sequence at most once, and the visible ones once.
+pub(super) fn assert_covers_visible_pairs(
+    layout: &AttentionLayout,
+    rectangles: impl IntoIterator<Item = Rectangle>,
+    case: &str,
+) {
+    let (num_queries, num_keys) = (layout.q_positions().len(), layout.kv_positions().len());
+    let mut covered = vec![0u8; num_queries * num_keys];
+    for Rectangle { queries, keys } in rectangles {
+        for query in queries {
+            covered[query * num_keys..][keys.clone()].iter_mut().for_each(|count| *count += 1);
+        }
+    }
+    for (pair, count) in covered.into_iter().enumerate() {
+        let (query, key) = (pair / num_keys, pair % num_keys);
+        let visible = reference::is_visible(layout, 0, query, key);
+        assert!(count <= 1 && (count == 1 || !visible), "{case}: ({query}, {key}) {count} times");
+    }
 }
