@@ -6,6 +6,7 @@ use crate::mesh::TP_AXIS;
 use crate::nn::{LayerError, TokenExchange};
 use crate::placement::{Layout, LayoutAxis, Placement, PlacementError, redistribute};
 use candle_core::Tensor;
+use std::ops::Range;
 use std::slice::from_ref;
 use std::sync::Arc;
 use ulysses_kernels::{rank_reduce, tensor};
@@ -58,9 +59,8 @@ impl TokenExchange for TensorParallel {
     }
 
     fn all_gather_rows(&self, own: &Tensor, counts: &[usize], all: &Tensor) -> Result<(), LayerError> {
-        let [own_at, all_at] = [vec![0; counts.len()], starts(counts)];
-        let sent = vec![counts[self.group.rank()]; counts.len()];
-        self.exchange(own, (&own_at, &sent), all, (&all_at, counts))
+        let sent = vec![0..counts[self.group.rank()]; counts.len()];
+        self.exchange(own, &sent, all, &consecutive(counts))
     }
 
     /// The partial sums of all ranks, then their sum: bytes of exactly these rows, and the same order on every backend.
@@ -73,8 +73,7 @@ impl TokenExchange for TensorParallel {
         let (ranks, rows) = (counts.len(), counts[self.group.rank()]);
         let width = partial.dims2()?.1;
         let partials = tensor::empty(((ranks * rows).max(1), width), partial.dtype(), partial.device())?;
-        let received = vec![rows; ranks];
-        self.exchange(partial, (&starts(counts), counts), &partials, (&starts(&received), &received))?;
+        self.exchange(partial, &consecutive(counts), &partials, &consecutive(&vec![rows; ranks]))?;
         if rows > 0 {
             let of_ranks = (0..ranks).map(|rank| partials.narrow(0, rank * rows, rows));
             let of_ranks = of_ranks.collect::<candle_core::Result<Vec<_>>>()?;
@@ -84,37 +83,33 @@ impl TokenExchange for TensorParallel {
     }
 }
 
-/// First row of each rank, if rows are in rank order.
-fn starts(counts: &[usize]) -> Vec<usize> {
+/// The rows of each rank, if they are in rank order.
+fn consecutive(counts: &[usize]) -> Vec<Range<usize>> {
     let of_rank = |end: &mut usize, count: &usize| {
         let start = *end;
         *end += count;
-        Some(start)
+        Some(start..*end)
     };
     counts.iter().scan(0, of_rank).collect()
 }
 
 impl TensorParallel {
-    /// Sends rows of a matrix to every rank and receives rows from it; the first row and the number of rows for each rank.
+    /// Sends rows of a matrix to every rank and receives rows from it.
     fn exchange(
         &self,
         from: &Tensor,
-        (sent_at, sent): (&[usize], &[usize]),
+        sent: &[Range<usize>],
         to: &Tensor,
-        (received_at, received): (&[usize], &[usize]),
+        received: &[Range<usize>],
     ) -> Result<(), LayerError> {
         let width = from.dims().last().copied().unwrap_or(1);
-        let block = |at: usize, rows: usize| {
-            (rows > 0).then(|| StridedBlock::contiguous(0, at * width, rows * width))
+        let block = |rows: &Range<usize>| {
+            (!rows.is_empty()).then(|| StridedBlock::contiguous(0, rows.start * width, rows.len() * width))
         };
-        let recv = |block| RecvBlock { block, accumulate: false };
-        let blocks = |at: &[usize], rows: &[usize]| -> Vec<Vec<StridedBlock>> {
-            at.iter().zip(rows).map(|(at, rows)| block(*at, *rows).into_iter().collect()).collect()
-        };
-        let received = blocks(received_at, received).into_iter();
+        let recv = |rows| block(rows).map(|block| RecvBlock { block, accumulate: false });
         let plan = StridedPlan {
-            send: blocks(sent_at, sent),
-            recv: received.map(|blocks| blocks.into_iter().map(recv).collect()).collect(),
+            send: sent.iter().map(|rows| block(rows).into_iter().collect()).collect(),
+            recv: received.iter().map(|rows| recv(rows).into_iter().collect()).collect(),
         };
         self.group
             .all_to_all_strided(from_ref(from), from_ref(to), &Arc::new(plan))
