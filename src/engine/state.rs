@@ -12,8 +12,8 @@ use crate::data::{DataError, DataLoader};
 use crate::mesh::{MeshShape, SeqSharding};
 use crate::model::{HfSource, ModelConfig};
 use crate::monitor::{RankSummary, StageIdle};
-use crate::nn::{MixerConfig, TensorRank};
-use crate::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume, SpRank};
+use crate::nn::TensorRank;
+use crate::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume, SpShard};
 use crate::zero::{FlatLayout, StateBytes, StateIndex};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
@@ -22,7 +22,6 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
-use ulysses_kernels::attention::grouped_heads;
 use ulysses_kernels::device::gpu_memory;
 use ulysses_kernels::memory;
 
@@ -319,7 +318,7 @@ impl Engine {
         let batch = passes.block_size.map_or(self.config.micro_batch_size, |_| 1);
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
         let passes_states = self.config.ulysses.state_passing;
-        let place = SpRank { sharding, rank: sharing.rank() };
+        let shard = SpShard { sharding, rank: sharing.rank(), batch, seq_len };
         let mut bytes = 0;
         for index in 0..self.model.layers.len() {
             let layer = model.layers[self.layer_number(index)];
@@ -332,44 +331,13 @@ impl Engine {
                 bytes += trained * (volume.total_elems() * elem_bytes + again);
                 bytes += evaluated * volume.forward_elems * elem_bytes;
             };
-            let layer = match layer {
-                MixerConfig::Attention(attention) => attention,
-                MixerConfig::LinearAttention(linear) if passes_states => {
-                    add(
-                        ExchangeVolume::of_passed_states(&linear, [batch, seq_len], place, elem_bytes),
-                        false,
-                    );
-                    continue;
-                }
-                MixerConfig::ShortConv(conv) if passes_states => {
-                    add(ExchangeVolume::of_passed_tokens(&conv, [batch, seq_len], place), false);
-                    continue;
-                }
-                MixerConfig::LinearAttention(linear) => {
-                    let (shape, rank) = ([batch, seq_len], sharing.rank());
-                    add(ExchangeVolume::of_linear_attention(&linear, shape, sharding, rank), false);
-                    continue;
-                }
-                MixerConfig::ShortConv(conv) => {
-                    let (shape, rank) = ([batch, seq_len], sharing.rank());
-                    add(ExchangeVolume::of_short_conv(&conv, shape, sharding, rank), false);
-                    continue;
-                }
-                MixerConfig::Mlp => continue,
-            };
-            for chunk in layer.head_chunks(self.config.ulysses.head_chunks) {
-                let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
-                let value_head_dim = layer.value_head_dim();
-                let shape = AttentionShape {
-                    batch,
-                    seq_len: ring_tokens,
-                    num_heads,
-                    num_kv_heads,
-                    head_dim,
-                    value_head_dim,
-                };
-                let q_to_kv = grouped_heads(num_heads, num_kv_heads);
-                let plan = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?;
+            if let Some(volume) = ExchangeVolume::of_mixer(&layer, shard, passes_states, elem_bytes) {
+                add(volume, false);
+            }
+            let Some(layer) = layer.attention() else { continue };
+            for chunk in layer.heads().chunks(self.config.ulysses.head_chunks) {
+                let shape = AttentionShape::new(layer, chunk.num_heads(), batch, ring_tokens);
+                let plan = ExchangePlan::grouped(shape, group.world_size(), group.rank())?;
                 add(plan.volume(), self.config.saves_attention_output());
             }
         }

@@ -7,7 +7,7 @@ use crate::config::{Config, MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
 use crate::mesh::{MeshShape, SeqSharding, UlyssesLimits};
 use crate::model::ModelConfig;
-use crate::nn::{AttentionConfig, HeadChunk};
+use crate::nn::{AttentionConfig, HeadRanges};
 use std::cmp::Ordering;
 
 /// A mesh for the same ranks and batch.
@@ -235,10 +235,10 @@ pub fn ulysses_limits(model: &ModelConfig, config: &Config, ranks_per_node: usiz
     let layers = layers_of_tp_ranks(model, tp_size)
         .map_or_else(|_| model.attention_layers().copied().collect(), |layers| layers.concat());
     // More chunks are refused elsewhere, with the key.
-    let max_chunks = layers.iter().map(AttentionConfig::max_head_chunks).min().unwrap_or(0);
+    let max_chunks = AttentionConfig::common_head_chunks(&layers);
     let num_chunks = config.ulysses.head_chunks.min(max_chunks);
-    let chunks: Vec<_> = layers.iter().flat_map(|layer| layer.head_chunks(num_chunks)).collect();
-    let fewest = |heads: &dyn Fn(&HeadChunk) -> usize| chunks.iter().map(heads).min().unwrap_or(0);
+    let chunks: Vec<_> = layers.iter().flat_map(|layer| layer.heads().chunks(num_chunks)).collect();
+    let fewest = |heads: &dyn Fn(&HeadRanges) -> usize| chunks.iter().map(heads).min().unwrap_or(0);
     UlyssesLimits {
         num_heads: fewest(&|chunk| chunk.q.len()),
         num_kv_heads: fewest(&|chunk| chunk.kv.len()),

@@ -46,13 +46,12 @@ use crate::config::Config;
 use crate::engine::{EngineError, set_stages};
 use crate::mesh::{DeviceMesh, shard_range};
 use crate::model::{Model, ModelConfig};
-use crate::nn::{AttentionConfig, HeadChunk, HeadShare, LayerError, MixerConfig};
+use crate::nn::{AttentionConfig, MixerConfig};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use dry_run::DryStep;
 use event::Event;
 use nodes::Nodes;
 use tensor_rank::mixers_of_tp_ranks;
-use ulysses_kernels::attention::grouped_heads;
 use ulysses_kernels::device::DeviceKind;
 
 /// Upper limit of the search for the longest sequence: positions have 32 bits.
@@ -191,8 +190,8 @@ impl Workload {
                 kind.push([tp_size, share(tokens_of_sp), share(self.model.intermediate_size)]);
                 let sp_rank = ring_rank * sharding.ulysses_size + ulysses_rank;
                 for heads in mixers[tp_rank].iter().filter_map(MixerConfig::exchanged_heads) {
-                    let HeadShare { keys, values } = heads.share(sharding.sp_size(), sp_rank);
-                    kind.push([0, keys.len(), values.len()]);
+                    let own = heads.on_sp_rank(sharding.sp_size(), sp_rank).num_heads();
+                    kind.push([0, own.kv, own.q]);
                 }
                 if self.config.ulysses.state_passing && self.model.needs_whole_sequences() {
                     // Every rank gets the states of others.
@@ -222,28 +221,14 @@ impl Workload {
         layers: &[AttentionConfig],
     ) -> Result<Vec<ExchangePlan>, EngineError> {
         let config = &self.config;
-        let max_chunks = layers.iter().map(AttentionConfig::max_head_chunks).min().unwrap_or(0);
         let chunks = config.ulysses.head_chunks;
-        if chunks == 0 || chunks > max_chunks {
-            let layer = "model.layers.0".to_owned();
-            return Err(LayerError::HeadChunks { layer, chunks, max_chunks }.into());
-        }
+        AttentionConfig::check_head_chunks(layers, "model.layers.0", chunks)?;
         let ranks = config.seq_sharding().ulysses_size;
         let mut plans = Vec::new();
         for layer in layers {
-            for HeadChunk { q, kv } in layer.head_chunks(chunks) {
-                let (num_heads, num_kv_heads) = (q.len(), kv.len());
-                let batch = config.micro_batch_size;
-                let (head_dim, value_head_dim) = (layer.head_dim, layer.value_head_dim());
-                let shape = AttentionShape {
-                    batch,
-                    seq_len: tokens,
-                    num_heads,
-                    num_kv_heads,
-                    head_dim,
-                    value_head_dim,
-                };
-                let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), ranks, 0);
+            for chunk in layer.heads().chunks(chunks) {
+                let shape = AttentionShape::new(layer, chunk.num_heads(), config.micro_batch_size, tokens);
+                let plan = ExchangePlan::grouped(shape, ranks, 0);
                 plans.push(plan.map_err(|error| {
                     error.within(config.seq_sharding(), config.ulysses.seq_len.unwrap_or(tokens))
                 })?);

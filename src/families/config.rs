@@ -201,7 +201,7 @@ impl ModelConfig {
 
     /// The largest number of head chunks that all layers allow.
     pub fn max_head_chunks(&self) -> usize {
-        self.attention_layers().map(AttentionConfig::max_head_chunks).min().unwrap_or(0)
+        AttentionConfig::common_head_chunks(self.attention_layers())
     }
 
     /// The same model with another number of layers: the first ones, repeated if there are not as many.

@@ -3,7 +3,7 @@
 use super::head_exchange::WholeHeads;
 use super::shard::{ExtendedTokens, Reach};
 use super::{
-    DeferredGradients, ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, LayerError,
+    DeferredGradients, ExchangedHeads, HeadExchange, HeadKind, HeadTransfer, LayerError, NumHeads,
     ShardChain, TokenExchange,
 };
 use candle_core::Tensor;
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use std::num::NonZero;
 use std::ops::Range;
 use std::sync::Arc;
-use ulysses_kernels::attention::{Attention, AttentionLayout, Logits, grouped_heads};
+use ulysses_kernels::attention::{Attention, AttentionLayout, Logits};
 use ulysses_kernels::device::dry::Tiles;
 use ulysses_kernels::device::dry::{self, Allocation};
 use ulysses_kernels::linear_attention::LinearAttentionLayout;
@@ -27,10 +27,9 @@ pub struct AttentionMask {
     pub chunk: Option<u32>,
 }
 
-/// The layout for a number of heads.
+/// The layout for some numbers of heads.
 struct HeadLayout {
-    num_heads: usize,
-    num_kv_heads: usize,
+    heads: NumHeads,
     mask: AttentionMask,
     logits: Logits,
     layout: AttentionLayout,
@@ -182,17 +181,16 @@ impl LayerContext {
         &*self.head_exchange
     }
 
-    /// Exchanges tensors, of which each has heads of a kind, in one collective. `direction`: what is gathered, and whether the
-    /// tensors are gradients.
+    /// Exchanges tensors, of which each has heads of a kind, in one collective.
     pub(super) fn exchange_heads(
         &self,
         tensors: Vec<Tensor>,
         kinds: &[HeadKind],
-        heads: GroupedHeads,
-        (gathered, is_backward): (Gathered, bool),
+        heads: NumHeads,
+        transfer: HeadTransfer,
     ) -> Result<Vec<Tensor>, LayerError> {
         let seq_len = self.documents().seq_len();
-        let exchanged = ExchangedHeads { heads, kinds, seq_len, gathered, is_backward };
+        let exchanged = ExchangedHeads { heads, kinds, seq_len, transfer };
         self.head_exchange.exchange(tensors, &exchanged, &self.workspace)
     }
 
@@ -200,10 +198,10 @@ impl LayerContext {
     pub(super) fn exchange_values(
         &self,
         values: Tensor,
-        heads: GroupedHeads,
-        direction: (Gathered, bool),
+        heads: NumHeads,
+        transfer: HeadTransfer,
     ) -> Result<Tensor, LayerError> {
-        let mut received = self.exchange_heads(vec![values], &[HeadKind::Value], heads, direction)?;
+        let mut received = self.exchange_heads(vec![values], &[HeadKind::Value], heads, transfer)?;
         Ok(received.pop().unwrap_or_else(|| unreachable!("one result per tensor")))
     }
 
@@ -333,37 +331,34 @@ impl LayerContext {
     /// head.
     pub fn attention_layout(&self, num_heads: usize, num_kv_heads: usize) -> AttentionLayout {
         let (mask, logits) = Default::default();
-        let layout = self.attention_layout_with([num_heads, num_kv_heads], mask, logits);
+        let layout = self.attention_layout_with(NumHeads { q: num_heads, kv: num_kv_heads }, mask, logits);
         layout.unwrap_or_else(|_| unreachable!("there is no window"))
     }
 
-    /// As [`attention_layout`](Self::attention_layout) of query heads and KV heads, with a mask and a form of the logits.
+    /// As [`attention_layout`](Self::attention_layout), with a mask and a form of the logits.
     ///
     /// # Errors
     /// A window or chunks of 0.
     pub fn attention_layout_with(
         &self,
-        [num_heads, num_kv_heads]: [usize; 2],
+        heads: NumHeads,
         mask: AttentionMask,
         logits: Logits,
     ) -> Result<AttentionLayout, LayerError> {
         let mut layouts = self.attended.head_layouts.lock();
-        let is_known = |known: &&HeadLayout| {
-            (known.num_heads, known.num_kv_heads, known.mask, known.logits)
-                == (num_heads, num_kv_heads, mask, logits)
-        };
+        let is_known = |known: &&HeadLayout| (known.heads, known.mask, known.logits) == (heads, mask, logits);
         if let Some(known) = layouts.iter().find(is_known) {
             return Ok(known.layout.clone());
         }
-        let heads = grouped_heads(num_heads, num_kv_heads);
+        let q_to_kv = heads.q_to_kv();
         // The visible keys do not depend on the heads.
         let masked = match layouts.iter().find(|known| known.mask == mask) {
-            Some(known) => known.layout.with_heads(heads),
-            None if mask == AttentionMask::default() => self.attended.layout.with_heads(heads),
-            None => self.attended.layout.masked(heads, mask.window, mask.chunk)?,
+            Some(known) => known.layout.with_heads(q_to_kv),
+            None if mask == AttentionMask::default() => self.attended.layout.with_heads(q_to_kv),
+            None => self.attended.layout.masked(q_to_kv, mask.window, mask.chunk)?,
         };
         let layout = masked.with_logits(logits);
-        layouts.push(HeadLayout { num_heads, num_kv_heads, mask, logits, layout: layout.clone() });
+        layouts.push(HeadLayout { heads, mask, logits, layout: layout.clone() });
         Ok(layout)
     }
 

@@ -1,49 +1,8 @@
 //! The exchange of tokens for heads around a module that reads whole sequences.
 
-use super::LayerError;
-use crate::mesh::shard_range;
+use super::{HeadRanges, LayerError, NumHeads};
 use candle_core::Tensor;
-use std::ops::Range;
 use ulysses_kernels::Workspace;
-
-/// The heads that the ranks of a sequence divide: value heads, of which equally many neighbors use the same key head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct GroupedHeads {
-    /// Key heads; a divisor of `num_value_heads`.
-    pub num_key_heads: usize,
-    /// Value heads.
-    pub num_value_heads: usize,
-}
-
-/// One rank's heads.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HeadShare {
-    /// The key heads that the value heads use. Ranks may share one.
-    pub keys: Range<usize>,
-    /// The value heads, none if there are more ranks than heads.
-    pub values: Range<usize>,
-}
-
-impl GroupedHeads {
-    /// The heads of one of `size` ranks: value heads as even as possible, the first ranks with one more.
-    pub fn share(&self, size: usize, rank: usize) -> HeadShare {
-        let group = self.num_value_heads / self.num_key_heads.max(1);
-        let values = shard_range(self.num_value_heads, size, rank);
-        let keys = match values.is_empty() {
-            true => self.num_key_heads..self.num_key_heads,
-            false => values.start / group..(values.end - 1) / group + 1,
-        };
-        HeadShare { keys, values }
-    }
-}
-
-impl HeadShare {
-    /// The place of each value head's key head among this rank's.
-    pub fn v_to_k(&self, heads: GroupedHeads) -> Vec<usize> {
-        let group = heads.num_value_heads / heads.num_key_heads.max(1);
-        self.values.clone().map(|value| value / group - self.keys.start).collect()
-    }
-}
 
 /// The kind of head that a tensor has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -63,25 +22,51 @@ pub enum Gathered {
     Tokens,
 }
 
+/// What an exchange moves around a module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadTransfer {
+    /// The module's inputs, to the ranks with their heads.
+    Inputs,
+    /// Its output, back to the ranks with its tokens.
+    Output,
+    /// The gradient of the output, to the ranks with its heads.
+    OutputGradient,
+    /// The gradients of the inputs, back to the ranks with their tokens. Those of a key head that several ranks have are summed.
+    InputGradients,
+}
+
+impl HeadTransfer {
+    /// The dimension that the exchange gathers.
+    pub fn gathered(self) -> Gathered {
+        match self {
+            Self::Inputs | Self::OutputGradient => Gathered::Tokens,
+            Self::Output | Self::InputGradients => Gathered::Heads,
+        }
+    }
+
+    /// Whether the tensors are gradients.
+    pub fn is_backward(self) -> bool {
+        matches!(self, Self::OutputGradient | Self::InputGradients)
+    }
+}
+
 /// An exchange of tensors with the same tokens.
 #[derive(Debug, Clone)]
 pub struct ExchangedHeads<'a> {
     /// All heads.
-    pub heads: GroupedHeads,
+    pub heads: NumHeads,
     /// Those of each tensor.
     pub kinds: &'a [HeadKind],
     /// Tokens of the whole sequence.
     pub seq_len: usize,
-    /// The dimension that the exchange gathers.
-    pub gathered: Gathered,
-    /// Whether the tensors are gradients. Those of a key head that several ranks have are summed.
-    pub is_backward: bool,
+    /// What they are.
+    pub transfer: HeadTransfer,
 }
 
 /// The ranks that share each sequence, between which tokens are exchanged for heads.
 pub trait HeadExchange: Send + Sync {
     /// The heads of this rank.
-    fn share(&self, heads: GroupedHeads) -> HeadShare;
+    fn share(&self, heads: NumHeads) -> HeadRanges;
 
     /// Exchanges the tensors in one collective, and recycles them.
     ///
@@ -102,8 +87,8 @@ pub trait HeadExchange: Send + Sync {
 pub(super) struct WholeHeads;
 
 impl HeadExchange for WholeHeads {
-    fn share(&self, heads: GroupedHeads) -> HeadShare {
-        heads.share(1, 0)
+    fn share(&self, heads: NumHeads) -> HeadRanges {
+        heads.on_sp_rank(1, 0)
     }
 
     fn exchange(

@@ -1,10 +1,9 @@
 //! The MLP of a block with its norm and residual, in tiles of tokens.
 
 use super::{
-    BackwardPass, BranchInput, ForwardPass, GroupNames, LayerError, Linear, ModuleWeights, ParameterList,
-    TensorRank, recycle_unless, token_rows,
+    BackwardPass, BranchInput, ForwardPass, GroupNames, LayerError, Linear, ModuleWeights, NumHeads,
+    ParameterList, TensorRank, recycle_unless, token_rows,
 };
-use crate::mesh::shard_range;
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::elementwise;
@@ -106,11 +105,7 @@ impl Mlp {
     /// # Errors
     /// More ranks than intermediate elements.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
-        let (size, max_size) = (tp.size, self.gate.num_outputs());
-        if size > max_size {
-            return Err(LayerError::TensorRanks { layer: parameters.layer().to_owned(), size, max_size });
-        }
-        let own: Vec<_> = (0..size).map(|rank| shard_range(max_size, size, rank)).collect();
+        let own = NumHeads::ungrouped(self.gate.num_outputs()).divide(parameters.layer(), tp)?.q;
         match &mut self.up {
             Some(up) => Linear::divide_outputs(parameters, [&mut self.gate, up], [&own, &own], tp.rank),
             None => Linear::divide_outputs(parameters, [&mut self.gate], [&own], tp.rank),

@@ -20,11 +20,13 @@ mod batch;
 mod block_context;
 mod branch;
 mod causal_conv;
+mod columns;
 mod context;
 mod deferred;
 mod embedding;
 mod error;
 mod head_exchange;
+mod heads;
 mod input;
 mod latent_attention;
 mod layer;
@@ -44,8 +46,8 @@ pub(crate) mod tests;
 mod token_mixer;
 
 pub use attention::{
-    AttentionConfig, AttentionProjections, AttentionSaved, HeadChunk, HeadDivision, LatentConfig, QkNorm,
-    QkvNames, Saves, SelfAttention, head_chunks,
+    AttentionConfig, AttentionProjections, AttentionSaved, LatentConfig, QkNorm, QkvNames, Saves,
+    SelfAttention,
 };
 pub use attention_node::autograd_attention;
 pub(crate) use autograd::AutogradGraph;
@@ -58,7 +60,8 @@ pub use context::{AttentionMask, LayerContext, Tiling, TokenLayout};
 pub use deferred::DeferredGradients;
 pub use embedding::Embedding;
 pub use error::LayerError;
-pub use head_exchange::{ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare};
+pub use head_exchange::{ExchangedHeads, Gathered, HeadExchange, HeadKind, HeadTransfer};
+pub use heads::{HeadDivision, HeadRanges, Heads, NumHeads};
 pub use input::{Features, InputLayer};
 pub use latent_attention::{LatentAttention, LatentAttentionSaved};
 pub use layer::{AttentionExtent, Layer, Saved};

@@ -12,10 +12,9 @@
 use super::causal_conv::CausalConv;
 use super::shard::{ExtendedTokens, Reach};
 use super::{
-    BackwardPass, BranchGradients, BranchInput, ForwardPass, Gathered, GroupNames, GroupedHeads, LayerError,
-    Linear, ModuleWeights, ParameterList, TensorRank, token_dims, token_rows,
+    BackwardPass, BranchGradients, BranchInput, ForwardPass, GroupNames, HeadDivision, HeadTransfer, Heads,
+    LayerError, Linear, ModuleWeights, NumHeads, ParameterList, TensorRank, token_dims, token_rows,
 };
-use crate::mesh::shard_range;
 use candle_core::Tensor;
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,14 +34,17 @@ pub struct ShortConvConfig {
 
 impl ShortConvConfig {
     /// The channels, as heads of one element.
-    pub fn heads(&self) -> GroupedHeads {
-        GroupedHeads { num_key_heads: self.channels, num_value_heads: self.channels }
+    pub fn heads(&self) -> NumHeads {
+        NumHeads::ungrouped(self.channels)
     }
 
-    /// The convolution of one rank of tp.
-    #[must_use]
-    pub fn divided(self, tp: TensorRank) -> Self {
-        Self { channels: shard_range(self.channels, tp.size, tp.rank).len(), ..self }
+    /// The convolution of one rank of tp, with the channels of every rank.
+    ///
+    /// # Errors
+    /// More ranks than channels; `layer` is the name for the error.
+    pub fn divided(self, layer: &str, tp: TensorRank) -> Result<(Self, HeadDivision), LayerError> {
+        let division = self.heads().divide(layer, tp)?;
+        Ok((Self { channels: division.num_heads(tp.rank).q, ..self }, division))
     }
 }
 
@@ -108,16 +110,12 @@ impl ShortConv {
     /// # Errors
     /// More ranks than channels.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
-        let (size, max_size) = (tp.size, self.shape.channels);
-        if size > max_size {
-            return Err(LayerError::TensorRanks { layer: parameters.layer().to_owned(), size, max_size });
-        }
-        let own: Vec<_> = tp.ranges(self.shape.channels).collect();
+        let (shape, Heads { q: own, .. }) = self.shape.divided(parameters.layer(), tp)?;
         Linear::divide_outputs(parameters, self.input.each_mut(), [&own[..]; 3], tp.rank);
         let channels: Vec<_> = own.iter().map(|own| vec![own.clone()]).collect();
         self.conv.divide(parameters, &channels, tp.rank);
         self.out.divide_inputs(parameters, &own, tp.rank);
-        self.shape = self.shape.divided(tp);
+        self.shape = shape;
         Ok(())
     }
 
@@ -203,9 +201,9 @@ impl ShortConv {
             let all = self.conv.forward(&read, &(0..self.shape.channels), extended.convolved(), pass)?;
             return Ok((read, extended.within(all, pass.workspace())?));
         }
-        let gated = self.exchange(gated, (Gathered::Tokens, false), pass)?;
+        let gated = self.exchange(gated, HeadTransfer::Inputs, pass)?;
         let convolved = self.conv.forward(&gated, &self.own_channels(pass), pass.ctx.documents(), pass)?;
-        let convolved = self.exchange(convolved, (Gathered::Heads, false), pass)?;
+        let convolved = self.exchange(convolved, HeadTransfer::Output, pass)?;
         Ok((gated, convolved))
     }
 
@@ -226,11 +224,11 @@ impl ShortConv {
             forward.recycle([dread]);
             return Ok(dgated);
         }
-        let dconvolved = self.exchange(dconvolved, (Gathered::Tokens, true), forward)?;
+        let dconvolved = self.exchange(dconvolved, HeadTransfer::OutputGradient, forward)?;
         let (channels, documents) = (self.own_channels(forward), forward.ctx.documents());
         let dgated = self.conv.backward(&dconvolved, &read, &channels, documents, pass)?;
         forward.recycle([dconvolved, read]);
-        self.exchange(dgated, (Gathered::Heads, true), forward)
+        self.exchange(dgated, HeadTransfer::InputGradients, forward)
     }
 
     /// The extended tokens, if ranks pass tokens on instead of exchanging tokens for channels.
@@ -241,16 +239,16 @@ impl ShortConv {
 
     /// The channels of this rank, among those of its rank of tp.
     fn own_channels(&self, pass: &ForwardPass<'_>) -> Range<usize> {
-        pass.ctx.head_exchange().share(self.shape.heads()).values
+        pass.ctx.head_exchange().share(self.shape.heads()).q
     }
 
     fn exchange(
         &self,
         x: Tensor,
-        direction: (Gathered, bool),
+        transfer: HeadTransfer,
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        pass.ctx.exchange_values(x, self.shape.heads(), direction)
+        pass.ctx.exchange_values(x, self.shape.heads(), transfer)
     }
 }
 

@@ -6,9 +6,9 @@ pub use checkpoint::MixerKept;
 
 use super::{
     AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, BranchGradients,
-    BranchInput, ForwardPass, GroupedHeads, LatentAttention, LatentAttentionSaved, LayerError,
-    LinearAttention, LinearAttentionConfig, LinearAttentionProjections, LinearAttentionSaved, Mlp, MlpConfig,
-    MlpProjections, MlpSaved, ModuleWeights, NormConfig, ParameterList, Saves, SelfAttention, ShortConv,
+    BranchInput, ForwardPass, LatentAttention, LatentAttentionSaved, LayerError, LinearAttention,
+    LinearAttentionConfig, LinearAttentionProjections, LinearAttentionSaved, Mlp, MlpConfig, MlpProjections,
+    MlpSaved, ModuleWeights, NormConfig, NumHeads, ParameterList, Saves, SelfAttention, ShortConv,
     ShortConvConfig, ShortConvSaved, TensorRank,
 };
 use candle_core::Tensor;
@@ -55,7 +55,7 @@ impl MixerConfig {
     }
 
     /// The heads of which the ranks of sp have whole sequences, of a module that is not attention.
-    pub fn exchanged_heads(&self) -> Option<GroupedHeads> {
+    pub fn exchanged_heads(&self) -> Option<NumHeads> {
         match self {
             Self::Attention(_) | Self::Mlp => None,
             Self::LinearAttention(linear) => Some(linear.heads()),
@@ -71,7 +71,7 @@ impl MixerConfig {
         Ok(match self {
             Self::Attention(attention) => attention.divided(layer, tp)?.0.into(),
             Self::LinearAttention(linear) => Self::LinearAttention(linear.divided(layer, tp)?.0),
-            Self::ShortConv(conv) => Self::ShortConv(conv.divided(tp)),
+            Self::ShortConv(conv) => Self::ShortConv(conv.divided(layer, tp)?.0),
             Self::Mlp => Self::Mlp,
         })
     }

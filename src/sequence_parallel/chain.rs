@@ -1,6 +1,6 @@
 //! [`SequenceChain`]: sends states and tokens between the ranks of a sequence, for recurrences and convolutions.
 
-use super::{ExchangeVolume, SequenceParallelError};
+use super::{ExchangeVolume, SequenceParallelError, SpShard};
 use crate::comm::{ProcessGroup, RecvBlock, StridedPlan};
 use crate::mesh::{SeqSharding, TokenRanges};
 use crate::nn::{LayerError, LinearAttentionConfig, ShardBlocks, ShardChain, ShortConvConfig};
@@ -59,15 +59,6 @@ struct Passed {
     matrix_elems: usize,
 }
 
-/// One rank of an sp group.
-#[derive(Debug, Clone, Copy)]
-pub struct SpRank {
-    /// How the group shares each sequence.
-    pub sharding: SeqSharding,
-    /// The rank.
-    pub rank: usize,
-}
-
 impl ExchangeVolume {
     /// The volume of the linear attention of a rank of sp that passes states on, in elements of `elem_bytes`. There are H value heads,
     /// with states of Dk·Dv elements, b sequences, and a convolution of C channels that reads t tokens before each. States are in f32.
@@ -78,12 +69,7 @@ impl ExchangeVolume {
     ///
     /// Backward the same to ranks with earlier ranges, without Dk² if the range is the last, and for the tokens that it received.
     /// Without a ring rank r of sp has sp − 1 − r later ones, and r earlier ones.
-    pub fn of_passed_states(
-        shape: &LinearAttentionConfig,
-        sizes: [usize; 2],
-        place: SpRank,
-        elem_bytes: u64,
-    ) -> Self {
+    pub fn of_passed_states(shape: &LinearAttentionConfig, shard: SpShard, elem_bytes: u64) -> Self {
         let LinearAttentionConfig { num_value_heads, key_head_dim, value_head_dim, conv_width, .. } = *shape;
         let passed = Passed {
             channels: 2 * shape.key_dim() + shape.value_dim(),
@@ -91,24 +77,19 @@ impl ExchangeVolume {
             state_elems: num_value_heads * key_head_dim * value_head_dim,
             matrix_elems: num_value_heads * key_head_dim * key_head_dim,
         };
-        Self::of_passed(&passed, sizes, place, elem_bytes)
+        Self::of_passed(&passed, shard, elem_bytes)
     }
 
     /// As [`of_passed_states`](Self::of_passed_states), of a short convolution, which has no state.
-    pub fn of_passed_tokens(shape: &ShortConvConfig, sizes: [usize; 2], place: SpRank) -> Self {
+    pub fn of_passed_tokens(shape: &ShortConvConfig, shard: SpShard) -> Self {
         let (channels, tokens_before) = (shape.channels, shape.taps - 1);
-        Self::of_passed(&Passed { channels, tokens_before, state_elems: 0, matrix_elems: 0 }, sizes, place, 1)
+        Self::of_passed(&Passed { channels, tokens_before, state_elems: 0, matrix_elems: 0 }, shard, 1)
     }
 
-    fn of_passed(
-        passed: &Passed,
-        [batch, seq_len]: [usize; 2],
-        SpRank { sharding, rank }: SpRank,
-        elem_bytes: u64,
-    ) -> Self {
-        let shard = |rank| sharding.tokens(seq_len, rank);
-        let own = shard(rank);
-        let peers: Vec<_> = (0..sharding.sp_size()).filter(|peer| *peer != rank).map(shard).collect();
+    fn of_passed(passed: &Passed, shard: SpShard, elem_bytes: u64) -> Self {
+        let SpShard { batch, seq_len, rank, .. } = shard;
+        let own = shard.tokens(rank);
+        let peers: Vec<_> = shard.peers().map(|peer| shard.tokens(peer)).collect();
         // Those of the owner's tokens that the reader reads before its ranges.
         let read = |owner: &TokenRanges, reader: &TokenRanges| {
             let common = |owned: &Range<usize>, first: usize| {

@@ -1,6 +1,6 @@
 //! The all-to-all exchanges: one collective per direction. Each is started and then waited for.
 
-use super::{ExchangePlan, SequenceParallelError};
+use super::{ExchangePlan, ExchangedDims, SequenceParallelError};
 use crate::comm::{Pending, ProcessGroup, StridedPlan};
 use candle_core::Tensor;
 use std::array::from_ref;
@@ -99,12 +99,8 @@ impl Exchange {
             plan: &self.qkv_seq_to_head,
         };
         let plan = &self.plan;
-        let dims = [
-            ("q", plan.seq_sharded_q_dims(), plan.head_sharded_q_dims()),
-            ("k", plan.seq_sharded_k_dims(), plan.head_sharded_k_dims()),
-            ("v", plan.seq_sharded_v_dims(), plan.head_sharded_v_dims()),
-        ];
-        Ok(self.start(&qkv.0, dims, call, workspace)?.map(HeadSharded))
+        let moved = [plan.q_dims().to_heads("q"), plan.k_dims().to_heads("k"), plan.v_dims().to_heads("v")];
+        Ok(self.start(&qkv.0, moved, call, workspace)?.map(HeadSharded))
     }
 
     /// Starts to send the gradients of q, k and v back to the ranks with their tokens, in one all-to-all. Gradients of
@@ -126,12 +122,9 @@ impl Exchange {
             plan: &self.qkv_head_to_seq,
         };
         let plan = &self.plan;
-        let dims = [
-            ("dq", plan.head_sharded_q_dims(), plan.seq_sharded_q_dims()),
-            ("dk", plan.head_sharded_k_dims(), plan.seq_sharded_k_dims()),
-            ("dv", plan.head_sharded_v_dims(), plan.seq_sharded_v_dims()),
-        ];
-        Ok(self.start(&grads.0, dims, call, workspace)?.map(SeqSharded))
+        let moved =
+            [plan.q_dims().to_tokens("dq"), plan.k_dims().to_tokens("dk"), plan.v_dims().to_tokens("dv")];
+        Ok(self.start(&grads.0, moved, call, workspace)?.map(SeqSharded))
     }
 
     /// Starts to send the attention output back to the ranks with its tokens.
@@ -151,8 +144,8 @@ impl Exchange {
             span: tracing::trace_span!("out_head_to_seq"),
             plan: &self.out_head_to_seq,
         };
-        let dims = [("o", self.plan.head_sharded_out_dims(), self.plan.seq_sharded_out_dims())];
-        Ok(self.start(from_ref(&out.0), dims, call, workspace)?.map(|[received]| SeqSharded(received)))
+        let moved = [self.plan.out_dims().to_tokens("o")];
+        Ok(self.start(from_ref(&out.0), moved, call, workspace)?.map(|[received]| SeqSharded(received)))
     }
 
     /// Starts to send the gradient of the attention output to the ranks with its heads.
@@ -172,8 +165,8 @@ impl Exchange {
             span: tracing::trace_span!("out_seq_to_head"),
             plan: &self.out_seq_to_head,
         };
-        let dims = [("do", self.plan.seq_sharded_out_dims(), self.plan.head_sharded_out_dims())];
-        Ok(self.start(from_ref(&dout.0), dims, call, workspace)?.map(|[received]| HeadSharded(received)))
+        let moved = [self.plan.out_dims().to_heads("do")];
+        Ok(self.start(from_ref(&dout.0), moved, call, workspace)?.map(|[received]| HeadSharded(received)))
     }
 
     /// Starts to send `delta`, the row sums of the attention output times its gradient, to the ranks with its heads.
@@ -193,24 +186,24 @@ impl Exchange {
             span: tracing::trace_span!("delta_seq_to_head"),
             plan: &self.delta_seq_to_head,
         };
-        let (b, h, s) = self.plan.seq_sharded_delta_dims();
-        self.check_shape("delta", &delta.0, &[b, h, s])?;
-        let received = workspace.alloc_f32(self.plan.head_sharded_delta_dims())?;
+        let ExchangedDims { seq_sharded, head_sharded } = self.plan.delta_dims();
+        self.check_shape("delta", &delta.0, &seq_sharded)?;
+        let received = workspace.alloc_f32(&head_sharded)?;
         Ok(self.issue(from_ref(&delta.0), [received], call)?.map(|[received]| HeadSharded(received)))
     }
 
-    /// Starts one all-to-all of `N` tensors, each with its name, its shape and the shape of the result.
+    /// Starts one all-to-all of `N` tensors.
     fn start<const N: usize>(
         &self,
         tensors: &[Tensor; N],
-        named_dims: [(&'static str, Dims, Dims); N],
+        moved: [Moved; N],
         call: Call<'_>,
         workspace: &Workspace,
     ) -> Result<PendingExchange<[Tensor; N]>, SequenceParallelError> {
         let mut received = Vec::with_capacity(N);
-        for (tensor, (name, (b, s, h, d), arrives)) in tensors.iter().zip(named_dims) {
-            self.check_shape(name, tensor, &[b, s, h, d])?;
-            received.push(workspace.alloc(arrives)?);
+        for (tensor, Moved { name, from, to }) in tensors.iter().zip(moved) {
+            self.check_shape(name, tensor, &from)?;
+            received.push(workspace.alloc(&to)?);
         }
         let received = received.try_into().unwrap_or_else(|_| unreachable!("one tensor per name"));
         self.issue(tensors, received, call)
@@ -248,5 +241,20 @@ struct Call<'a> {
     plan: &'a Arc<StridedPlan>,
 }
 
-/// `[batch, seq, heads, head_dim]`, with local `seq` or `heads`.
-type Dims = (usize, usize, usize, usize);
+/// One of the tensors of an exchange.
+struct Moved {
+    /// For errors.
+    name: &'static str,
+    from: [usize; 4],
+    to: [usize; 4],
+}
+
+impl ExchangedDims<4> {
+    fn to_heads(self, name: &'static str) -> Moved {
+        Moved { name, from: self.seq_sharded, to: self.head_sharded }
+    }
+
+    fn to_tokens(self, name: &'static str) -> Moved {
+        Moved { name, from: self.head_sharded, to: self.seq_sharded }
+    }
+}

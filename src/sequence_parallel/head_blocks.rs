@@ -35,14 +35,14 @@ impl HeadBlocks<'_> {
             for (index, tensor) in tensors.iter().enumerate() {
                 for (part, _) in parts_by_owner(tensor.heads, self.rank) {
                     let tokens = self.seq[peer].ranges().iter();
-                    send.extend(tokens.map(|tokens| self.head_sharded((index, tensor), &part, tokens)));
+                    send.extend(tokens.map(|tokens| self.head_sharded(index, tensor, &part, tokens)));
                 }
                 for (part, accumulate) in parts_by_owner(tensor.heads, peer) {
                     let mut first = 0;
                     recv.extend(self.seq[self.rank].ranges().iter().map(|tokens| {
                         let rows = first..first + tokens.len();
                         first = rows.end;
-                        RecvBlock { block: self.seq_sharded((index, tensor), &part, &rows), accumulate }
+                        RecvBlock { block: self.seq_sharded(index, tensor, &part, &rows), accumulate }
                     }));
                 }
             }
@@ -52,10 +52,11 @@ impl HeadBlocks<'_> {
         plan
     }
 
-    /// Heads `part` of some of this rank's tokens within `[batch, seq_local, num_heads, head_dim]`.
+    /// Heads `part` of some of this rank's tokens within the tensor with this index, `[batch, seq_local, num_heads, head_dim]`.
     fn seq_sharded(
         &self,
-        (index, &HeadTensor { num_heads, head_dim, .. }): (usize, &HeadTensor<'_>),
+        index: usize,
+        &HeadTensor { num_heads, head_dim, .. }: &HeadTensor<'_>,
         part: &Range<usize>,
         rows: &Range<usize>,
     ) -> StridedBlock {
@@ -71,10 +72,11 @@ impl HeadBlocks<'_> {
         }
     }
 
-    /// Heads `part` of these tokens within this rank's `[batch, seq, heads_local, head_dim]`.
+    /// Heads `part` of these tokens within the tensor with this index, this rank's `[batch, seq, heads_local, head_dim]`.
     fn head_sharded(
         &self,
-        (index, &HeadTensor { heads, head_dim, .. }): (usize, &HeadTensor<'_>),
+        index: usize,
+        &HeadTensor { heads, head_dim, .. }: &HeadTensor<'_>,
         part: &Range<usize>,
         tokens: &Range<usize>,
     ) -> StridedBlock {

@@ -1,15 +1,14 @@
 //! [`UlyssesHeads`]: the exchange around modules that read whole sequences and are not attention.
 
 use super::head_blocks::{HeadBlocks, HeadTensor, transposed};
-use super::{ExchangeVolume, SequenceParallelError};
+use super::{ExchangeVolume, SequenceParallelError, SpShard};
 use crate::comm::ProcessGroup;
 use crate::mesh::SeqSharding;
 use crate::nn::{
-    ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare, LayerError,
-    LinearAttentionConfig, ShortConvConfig,
+    ExchangedHeads, Gathered, HeadExchange, HeadKind, HeadRanges, Heads, LayerError, LinearAttentionConfig,
+    NumHeads, ShortConvConfig,
 };
 use candle_core::Tensor;
-use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::device::dry;
@@ -34,15 +33,16 @@ impl UlyssesHeads {
         exchanged: &ExchangedHeads<'_>,
         workspace: &Workspace,
     ) -> Result<Vec<Tensor>, SequenceParallelError> {
-        let ExchangedHeads { heads, kinds, seq_len, gathered, is_backward } = *exchanged;
+        let ExchangedHeads { heads, kinds, seq_len, transfer } = *exchanged;
+        let (gathered, is_backward) = (transfer.gathered(), transfer.is_backward());
         let (rank, size) = (self.group.rank(), self.group.world_size());
         let seq: Vec<_> = (0..size).map(|rank| self.sharding.tokens(seq_len, rank)).collect();
-        let (key_heads, value_heads) = ranges(heads, size);
+        let division = heads.over_sp(size);
         let (mut described, mut received, mut batch) = (Vec::new(), Vec::new(), 0);
         for (index, (tensor, kind)) in tensors.iter().zip(kinds).enumerate() {
             let (heads_of_ranks, num_heads) = match kind {
-                HeadKind::Key => (&key_heads, heads.num_key_heads),
-                HeadKind::Value => (&value_heads, heads.num_value_heads),
+                HeadKind::Key => (&division.kv, heads.kv),
+                HeadKind::Value => (&division.q, heads.q),
             };
             let (tensor_batch, _, _, head_dim) = tensor.dims4()?;
             batch = tensor_batch;
@@ -79,14 +79,9 @@ fn name(index: usize, num_tensors: usize) -> &'static str {
     }
 }
 
-/// The key heads and the value heads of every rank.
-fn ranges(heads: GroupedHeads, size: usize) -> (Vec<Range<usize>>, Vec<Range<usize>>) {
-    (0..size).map(|rank| heads.share(size, rank)).map(|HeadShare { keys, values }| (keys, values)).unzip()
-}
-
 impl HeadExchange for UlyssesHeads {
-    fn share(&self, heads: GroupedHeads) -> HeadShare {
-        heads.share(self.group.world_size(), self.group.rank())
+    fn share(&self, heads: NumHeads) -> HeadRanges {
+        heads.on_sp_rank(self.group.world_size(), self.group.rank())
     }
 
     fn exchange(
@@ -111,47 +106,30 @@ impl ExchangeVolume {
     ///
     /// - forward `b·Σ_{j≠i} [S_i(2·Hk_j·Dk + Hv_j(Dv + n)) + S_j·Hv_i·Dv]`
     /// - backward `b·Σ_{j≠i} [S_i·Hv_j·Dv + S_j(2·Hk_i·Dk + Hv_i(Dv + n))]`
-    pub fn of_linear_attention(
-        shape: &LinearAttentionConfig,
-        sizes: [usize; 2],
-        sharding: SeqSharding,
-        rank: usize,
-    ) -> Self {
-        let (keys, values) = ranges(shape.heads(), sharding.sp_size());
+    pub fn of_linear_attention(shape: &LinearAttentionConfig, shard: SpShard) -> Self {
+        let Heads { q: values, kv: keys } = shape.heads().over_sp(shard.sharding.sp_size());
         let out = |rank: usize| values[rank].len() * shape.value_head_dim;
         let projections = shape.exchanged().len() - 4 + shape.decays_per_head();
         let mixed = |rank: usize| {
             let of_values = values[rank].len() * (shape.value_head_dim + projections);
             2 * keys[rank].len() * shape.key_head_dim + of_values
         };
-        Self::of_heads(mixed, out, sizes, sharding, rank)
+        Self::of_heads(mixed, out, shard)
     }
 
     /// The volume of the short convolution of rank i of an sp group, with S tokens and C channels per rank and batch b: forward and
     /// backward `b·Σ_{j≠i} [S_i·C_j + S_j·C_i]` each.
-    pub fn of_short_conv(
-        shape: &ShortConvConfig,
-        sizes: [usize; 2],
-        sharding: SeqSharding,
-        rank: usize,
-    ) -> Self {
-        let (_, channels) = ranges(shape.heads(), sharding.sp_size());
+    pub fn of_short_conv(shape: &ShortConvConfig, shard: SpShard) -> Self {
+        let channels = shape.heads().over_sp(shard.sharding.sp_size()).q;
         let own = |rank: usize| channels[rank].len();
-        Self::of_heads(own, own, sizes, sharding, rank)
+        Self::of_heads(own, own, shard)
     }
 
     /// The volume of a module whose heads have `mixed` elements per token before it and `out` after it, by rank.
-    fn of_heads(
-        mixed: impl Fn(usize) -> usize,
-        out: impl Fn(usize) -> usize,
-        [batch, seq_len]: [usize; 2],
-        sharding: SeqSharding,
-        rank: usize,
-    ) -> Self {
-        let (size, seq) = (sharding.sp_size(), |rank| sharding.tokens(seq_len, rank).len());
-        let sum = |elems: &dyn Fn(usize) -> usize| {
-            (batch * (0..size).filter(|peer| *peer != rank).map(elems).sum::<usize>()) as u64
-        };
+    fn of_heads(mixed: impl Fn(usize) -> usize, out: impl Fn(usize) -> usize, shard: SpShard) -> Self {
+        let (rank, seq) = (shard.rank, |rank| shard.tokens(rank).len());
+        let sum =
+            |elems: &dyn Fn(usize) -> usize| (shard.batch * shard.peers().map(elems).sum::<usize>()) as u64;
         let qkv_elems = sum(&|peer| seq(rank) * mixed(peer));
         Self {
             forward_elems: qkv_elems + sum(&|peer| seq(peer) * out(rank)),

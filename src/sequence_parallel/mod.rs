@@ -35,10 +35,10 @@ mod tests;
 mod volume;
 
 pub use attention::UlyssesAttention;
-pub use chain::{SequenceChain, SpRank};
+pub use chain::SequenceChain;
 pub use error::SequenceParallelError;
 pub use exchange::{Exchange, HeadSharded, PendingExchange, Qkv, SeqSharded};
 pub use heads::UlyssesHeads;
-pub use plan::{AttentionShape, ExchangePlan};
+pub use plan::{AttentionShape, ExchangePlan, ExchangedDims};
 pub use ring::RingAttention;
-pub use volume::{ExchangeVolume, RingVolume};
+pub use volume::{ExchangeVolume, RingVolume, SpShard};

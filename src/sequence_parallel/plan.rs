@@ -6,6 +6,7 @@ use super::SequenceParallelError;
 use super::head_blocks::{HeadBlocks, HeadTensor, transposed};
 use crate::comm::{RecvBlock, StridedBlock, StridedPlan};
 use crate::mesh::{TokenRanges, shard_range};
+use crate::nn::{AttentionConfig, NumHeads};
 use std::ops::Range;
 
 /// Shape of the attention tensors that are exchanged. All sizes are global.
@@ -25,6 +26,23 @@ pub struct AttentionShape {
     pub value_head_dim: usize,
 }
 
+impl AttentionShape {
+    /// The shape of some heads of a layer's attention, for sequences of which the ranks of the exchange have `seq_len` tokens.
+    pub fn new(attention: &AttentionConfig, heads: NumHeads, batch: usize, seq_len: usize) -> Self {
+        let (head_dim, value_head_dim) = (attention.head_dim, attention.value_head_dim());
+        Self { batch, seq_len, num_heads: heads.q, num_kv_heads: heads.kv, head_dim, value_head_dim }
+    }
+}
+
+/// The dimensions on this rank of a tensor that is exchanged: `[batch, seq, heads, head_dim]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExchangedDims<const N: usize> {
+    /// With this rank's tokens and all heads.
+    pub seq_sharded: [usize; N],
+    /// With all tokens and this rank's heads.
+    pub head_sharded: [usize; N],
+}
+
 /// Division of an [`AttentionShape`] over an `sp` group, for one of its ranks.
 ///
 /// Every rank gets a contiguous range of query heads, and only the KV heads that these use. A KV head used on
@@ -41,7 +59,7 @@ pub struct AttentionShape {
 /// assert_eq!(plan.seq_ranges(), [0..5, 5..10]);
 /// assert_eq!(plan.q_head_ranges(), [0..3, 3..5]); // uneven
 /// assert_eq!(plan.kv_head_ranges(), [0..1, 0..1]); // used by both ranks
-/// assert_eq!(plan.head_sharded_q_dims(), (1, 10, 2, 64));
+/// assert_eq!(plan.q_dims().head_sharded, [1, 10, 2, 64]);
 /// # Ok::<(), ulysses::sequence_parallel::SequenceParallelError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,6 +111,19 @@ impl ExchangePlan {
         Ok(Self { shape, rank, seq, q_heads, kv_heads, q_to_kv: q_to_kv.to_vec() })
     }
 
+    /// As [`new`](Self::new), of KV heads that equally many query heads share.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn grouped(
+        shape: AttentionShape,
+        sp_size: usize,
+        rank: usize,
+    ) -> Result<Self, SequenceParallelError> {
+        let heads = NumHeads { q: shape.num_heads, kv: shape.num_kv_heads };
+        Self::new(shape, &heads.q_to_kv(), sp_size, rank)
+    }
+
     /// The shape that is divided.
     pub fn shape(&self) -> AttentionShape {
         self.shape
@@ -125,58 +156,40 @@ impl ExchangePlan {
         self.q_to_kv[self.q_heads[self.rank].clone()].iter().map(|kv| kv - first).collect()
     }
 
-    /// Dimensions of the head-sharded queries on this rank.
-    pub fn head_sharded_q_dims(&self) -> (usize, usize, usize, usize) {
-        (self.shape.batch, self.shape.seq_len, self.q_heads[self.rank].len(), self.shape.head_dim)
+    /// The dimensions of queries.
+    pub fn q_dims(&self) -> ExchangedDims<4> {
+        self.dims(self.q())
     }
 
-    /// Dimensions of the head-sharded output on this rank.
-    pub fn head_sharded_out_dims(&self) -> (usize, usize, usize, usize) {
-        let (batch, tokens, heads, _) = self.head_sharded_q_dims();
-        (batch, tokens, heads, self.shape.value_head_dim)
+    /// The dimensions of keys.
+    pub fn k_dims(&self) -> ExchangedDims<4> {
+        self.dims(self.k())
     }
 
-    /// Dimensions of the head-sharded keys on this rank.
-    pub fn head_sharded_k_dims(&self) -> (usize, usize, usize, usize) {
-        (self.shape.batch, self.shape.seq_len, self.kv_heads[self.rank].len(), self.shape.head_dim)
+    /// The dimensions of values.
+    pub fn v_dims(&self) -> ExchangedDims<4> {
+        self.dims(self.v())
     }
 
-    /// Dimensions of the head-sharded values on this rank.
-    pub fn head_sharded_v_dims(&self) -> (usize, usize, usize, usize) {
-        let (batch, tokens, heads, _) = self.head_sharded_k_dims();
-        (batch, tokens, heads, self.shape.value_head_dim)
+    /// The dimensions of the output.
+    pub fn out_dims(&self) -> ExchangedDims<4> {
+        self.dims(self.out())
     }
 
-    /// Dimensions of the sequence-sharded queries on this rank.
-    pub fn seq_sharded_q_dims(&self) -> (usize, usize, usize, usize) {
-        (self.shape.batch, self.seq[self.rank].len(), self.shape.num_heads, self.shape.head_dim)
+    /// The dimensions of `delta`: `[batch, heads, seq]`.
+    pub fn delta_dims(&self) -> ExchangedDims<3> {
+        let without_elements = |[batch, tokens, heads, _]: [usize; 4]| [batch, heads, tokens];
+        let ExchangedDims { seq_sharded, head_sharded } = self.out_dims();
+        let [seq_sharded, head_sharded] = [seq_sharded, head_sharded].map(without_elements);
+        ExchangedDims { seq_sharded, head_sharded }
     }
 
-    /// Dimensions of the sequence-sharded output on this rank.
-    pub fn seq_sharded_out_dims(&self) -> (usize, usize, usize, usize) {
-        let (batch, tokens, heads, _) = self.seq_sharded_q_dims();
-        (batch, tokens, heads, self.shape.value_head_dim)
-    }
-
-    /// Dimensions of the head-sharded `delta` on this rank.
-    pub fn head_sharded_delta_dims(&self) -> (usize, usize, usize) {
-        (self.shape.batch, self.q_heads[self.rank].len(), self.shape.seq_len)
-    }
-
-    /// Dimensions of the sequence-sharded `delta` on this rank.
-    pub fn seq_sharded_delta_dims(&self) -> (usize, usize, usize) {
-        (self.shape.batch, self.shape.num_heads, self.seq[self.rank].len())
-    }
-
-    /// Dimensions of the sequence-sharded keys on this rank.
-    pub fn seq_sharded_k_dims(&self) -> (usize, usize, usize, usize) {
-        (self.shape.batch, self.seq[self.rank].len(), self.shape.num_kv_heads, self.shape.head_dim)
-    }
-
-    /// Dimensions of the sequence-sharded values on this rank.
-    pub fn seq_sharded_v_dims(&self) -> (usize, usize, usize, usize) {
-        let (batch, tokens, heads, _) = self.seq_sharded_k_dims();
-        (batch, tokens, heads, self.shape.value_head_dim)
+    fn dims(&self, HeadTensor { heads, num_heads, head_dim }: HeadTensor<'_>) -> ExchangedDims<4> {
+        let AttentionShape { batch, seq_len, .. } = self.shape;
+        ExchangedDims {
+            seq_sharded: [batch, self.seq[self.rank].len(), num_heads, head_dim],
+            head_sharded: [batch, seq_len, heads[self.rank].len(), head_dim],
+        }
     }
 
     /// seq→head for q, k and v together (tensors 0, 1, 2), as in the forward pass.
@@ -186,7 +199,7 @@ impl ExchangePlan {
 
     /// head→seq for the attention output (tensor 0), as in the forward pass.
     pub fn out_head_to_seq(&self) -> StridedPlan {
-        self.head_to_seq(&[self.heads_of_output()])
+        self.head_to_seq(&[self.out()])
     }
 
     /// seq→head for the output's gradient (tensor 0), as in the backward pass.
@@ -227,15 +240,25 @@ impl ExchangePlan {
     /// head→seq for the gradients of q, k and v together (tensors 0, 1, 2), as in the backward pass.
     /// Gradients of one KV head from several ranks are summed.
     pub fn qkv_head_to_seq(&self) -> StridedPlan {
-        let AttentionShape { num_kv_heads, head_dim, value_head_dim, .. } = self.shape;
-        let q = HeadTensor { head_dim, ..self.heads_of_output() };
-        let k = HeadTensor { heads: &self.kv_heads, num_heads: num_kv_heads, head_dim };
-        self.head_to_seq(&[q, k, HeadTensor { head_dim: value_head_dim, ..k }])
+        self.head_to_seq(&[self.q(), self.k(), self.v()])
     }
 
-    fn heads_of_output(&self) -> HeadTensor<'_> {
-        let AttentionShape { num_heads, value_head_dim, .. } = self.shape;
-        HeadTensor { heads: &self.q_heads, num_heads, head_dim: value_head_dim }
+    fn q(&self) -> HeadTensor<'_> {
+        let AttentionShape { num_heads, head_dim, .. } = self.shape;
+        HeadTensor { heads: &self.q_heads, num_heads, head_dim }
+    }
+
+    fn k(&self) -> HeadTensor<'_> {
+        let AttentionShape { num_kv_heads: num_heads, head_dim, .. } = self.shape;
+        HeadTensor { heads: &self.kv_heads, num_heads, head_dim }
+    }
+
+    fn v(&self) -> HeadTensor<'_> {
+        HeadTensor { head_dim: self.shape.value_head_dim, ..self.k() }
+    }
+
+    fn out(&self) -> HeadTensor<'_> {
+        HeadTensor { head_dim: self.shape.value_head_dim, ..self.q() }
     }
 
     /// Blocks of a head→seq exchange of several tensors.

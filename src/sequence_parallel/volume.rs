@@ -1,7 +1,34 @@
 //! Number of elements that an exchange and a ring send, in closed form.
 
 use super::{AttentionShape, ExchangePlan};
-use crate::mesh::SeqSharding;
+use crate::mesh::{SeqSharding, TokenRanges};
+use crate::nn::MixerConfig;
+
+/// The shard of a rank of sp in the sequences of a micro batch.
+#[derive(Debug, Clone, Copy)]
+pub struct SpShard {
+    /// How the group shares each sequence.
+    pub sharding: SeqSharding,
+    /// The rank.
+    pub rank: usize,
+    /// Number of sequences.
+    pub batch: usize,
+    /// Tokens per sequence.
+    pub seq_len: usize,
+}
+
+impl SpShard {
+    /// The tokens of a rank of the group.
+    pub(super) fn tokens(&self, rank: usize) -> TokenRanges {
+        self.sharding.tokens(self.seq_len, rank)
+    }
+
+    /// The other ranks of the group.
+    pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let rank = self.rank;
+        (0..self.sharding.sp_size()).filter(move |peer| *peer != rank)
+    }
+}
 
 /// Elements that one rank sends to others for one layer and one micro batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -17,6 +44,27 @@ pub struct ExchangeVolume {
 }
 
 impl ExchangeVolume {
+    /// The volume of a module that reads whole sequences and is not attention, in elements of `elem_bytes`; `None` of another module.
+    /// `passes_states`: ranks do not exchange tokens for heads, but pass states on.
+    pub fn of_mixer(
+        mixer: &MixerConfig,
+        shard: SpShard,
+        passes_states: bool,
+        elem_bytes: u64,
+    ) -> Option<Self> {
+        match mixer {
+            MixerConfig::Attention(_) | MixerConfig::Mlp => None,
+            MixerConfig::LinearAttention(linear) => Some(match passes_states {
+                true => Self::of_passed_states(linear, shard, elem_bytes),
+                false => Self::of_linear_attention(linear, shard),
+            }),
+            MixerConfig::ShortConv(conv) => Some(match passes_states {
+                true => Self::of_passed_tokens(conv, shard),
+                false => Self::of_short_conv(conv, shard),
+            }),
+        }
+    }
+
     /// Sum of forward and backward.
     pub fn total_elems(&self) -> u64 {
         self.forward_elems + self.backward_elems

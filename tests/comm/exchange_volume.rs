@@ -13,7 +13,7 @@ use ulysses::engine::Engine;
 use ulysses::kernels::attention::{FlashAttention, grouped_heads};
 use ulysses::mesh::SeqSharding;
 use ulysses::nn::MixerConfig;
-use ulysses::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume, RingVolume, SpRank};
+use ulysses::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume, RingVolume, SpShard};
 
 /// Eight query heads and four KV heads over three ranks: heads 3/3/2 with KV sets {0,1},
 /// {1,2}, {3}, tokens 22/21/21 of 64.
@@ -184,15 +184,14 @@ fn passed_states_have_the_bytes_of_the_closed_form() {
             let extra = json!({ "bf16": { "enabled": dtype == "bf16" }, "ulysses": ulysses });
             let measured = measure_with(model.clone(), sharding.sp_size(), extra);
             for (rank, measured) in measured.into_iter().enumerate() {
-                let (sizes, place) = ([SEQUENCES, 64], SpRank { sharding, rank });
-                let volumes = layers.iter().map(|layer| match layer {
-                    MixerConfig::LinearAttention(shape) => {
-                        ExchangeVolume::of_passed_states(shape, sizes, place, elem_bytes)
+                let shard = SpShard { sharding, rank, batch: SEQUENCES, seq_len: 64 };
+                let volumes = layers.iter().map(|layer| {
+                    match ExchangeVolume::of_mixer(layer, shard, true, elem_bytes) {
+                        Some(volume) => volume,
+                        None if ring_size == 1 => attention_volume(rank),
+                        // Over other groups than sp.
+                        None => ExchangeVolume::default(),
                     }
-                    MixerConfig::ShortConv(shape) => ExchangeVolume::of_passed_tokens(shape, sizes, place),
-                    _ if ring_size == 1 => attention_volume(rank),
-                    // Over other groups than sp.
-                    _ => ExchangeVolume::default(),
                 });
                 let [forward, backward] = volumes.fold([0, 0], |[forward, backward], volume| {
                     [forward + volume.forward_elems, backward + volume.backward_elems]
@@ -216,8 +215,8 @@ fn passed_states_go_to_all_later_ranks_and_their_gradients_to_all_earlier_ones()
     let matrix = shape.num_value_heads * shape.key_head_dim * shape.key_head_dim;
     let halo = (2 * shape.key_dim() + shape.value_dim()) * (shape.conv_width - 1);
     for rank in 0..5 {
-        let place = SpRank { sharding: SeqSharding::from(5), rank };
-        let volume = ExchangeVolume::of_passed_states(shape, [SEQUENCES, 64], place, 4);
+        let shard = SpShard { sharding: SeqSharding::from(5), rank, batch: SEQUENCES, seq_len: 64 };
+        let volume = ExchangeVolume::of_passed_states(shape, shard, 4);
         let elems = |receivers: usize, has_matrix: bool| {
             let matrix = if has_matrix { matrix } else { 0 };
             (SEQUENCES * (receivers * (state + matrix) + if receivers > 0 { halo } else { 0 })) as u64

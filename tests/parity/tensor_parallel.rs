@@ -28,7 +28,7 @@ fn grid() -> impl Iterator<Item = Layout> {
 /// Every sp rank of every tp rank has a query head.
 fn has_heads(problem: &Problem, layout: &Layout) -> bool {
     let attention = *llama_config(&problem.config).attention();
-    let divided = attention.divide_heads(layout.tp);
+    let divided = attention.heads().over_tp(layout.tp);
     divided.is_some_and(|heads| heads.q.iter().all(|heads| heads.len() >= layout.sp))
 }
 

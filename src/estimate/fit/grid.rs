@@ -3,6 +3,7 @@
 use crate::config::{Offload, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
 use crate::estimate::{Workload, layers_of_tp_ranks};
+use crate::nn::AttentionConfig;
 use std::num::NonZero;
 use ulysses_kernels::device::DeviceKind;
 
@@ -91,9 +92,9 @@ impl Grid {
         // All ranks of a Ulysses group share every chunk of the heads of their tp rank.
         let ulysses_size = config.seq_sharding().ulysses_size;
         let layers = layers_of_tp_ranks(model, config.mesh.tp_size)?.concat();
-        let max_chunks = layers.iter().map(|layer| layer.max_head_chunks()).min().unwrap_or(1);
+        let max_chunks = AttentionConfig::common_head_chunks(&layers);
         let is_shared = |chunks: &usize| {
-            let mut chunks = layers.iter().flat_map(|layer| layer.head_chunks(*chunks));
+            let mut chunks = layers.iter().flat_map(|layer| layer.heads().chunks(*chunks));
             chunks.all(|chunk| chunk.q.len() >= ulysses_size)
         };
         let head_chunks = std::iter::successors(Some(1), |chunks| Some(2 * chunks));

@@ -3,8 +3,10 @@
 use super::chunk_pipeline::run_chunks;
 use super::output_gate::{self, GatedOutput};
 use super::saved::{AttentionSaved, ChunkState, HeadNorms, QkvHeads, shares_output};
-use super::{HeadChunk, SelfAttention, trim_after_chunks};
-use crate::nn::{BackwardPass, BranchGradients, BranchInput, LayerError, token_dims, token_rows};
+use super::{SelfAttention, trim_after_chunks};
+use crate::nn::{
+    BackwardPass, BranchGradients, BranchInput, HeadRanges, LayerError, columns, token_dims, token_rows,
+};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::attention::{self, AttentionLayout, QkvGradients, Returning, SavedAttention, Upstream};
@@ -68,7 +70,7 @@ impl AttentionBackward<'_> {
         let mut saved_chunks = saved_chunks.into_iter();
         let mut accumulates = false;
         run_chunks(
-            &self.module.head_chunks(forward)?,
+            &self.module.shape.head_chunks(forward)?,
             forward.ctx.overlaps_exchange(),
             |chunk| match saved_chunks.next() {
                 Some(AttentionSaved { state: ChunkState::Whole { inner, out, norms }, gate }) => {
@@ -95,7 +97,7 @@ impl AttentionBackward<'_> {
     /// Starts a chunk with its whole state.
     fn start_saved(
         &self,
-        chunk: &HeadChunk,
+        chunk: &HeadRanges,
         inner: SavedAttention,
         out: Tensor,
         norms: HeadNorms,
@@ -117,7 +119,7 @@ impl AttentionBackward<'_> {
     /// Starts a chunk of which the output is saved, and the gate if there is one: recomputes q, k and v.
     fn start_from_output(
         &self,
-        chunk: &HeadChunk,
+        chunk: &HeadRanges,
         out: Tensor,
         lse: Tensor,
         gate: Option<Tensor>,
@@ -142,7 +144,7 @@ impl AttentionBackward<'_> {
     }
 
     /// Starts a chunk without saved state: recomputes its forward pass.
-    fn start_recomputed(&self, chunk: &HeadChunk) -> Result<Attend<'_>, LayerError> {
+    fn start_recomputed(&self, chunk: &HeadRanges) -> Result<Attend<'_>, LayerError> {
         let ctx = self.pass.ctx();
         let (ws, layout) = (ctx.workspace(), self.layout(chunk)?);
         let QkvHeads { q, k, v, norms, gate } = self.project_heads(chunk)?;
@@ -177,7 +179,7 @@ impl AttentionBackward<'_> {
     /// Waits for a chunk's gradients. Returns those of its q, k and v projections.
     fn finish(
         &self,
-        chunk: &HeadChunk,
+        chunk: &HeadRanges,
         returning: ReturningGradients<'_>,
     ) -> Result<[Tensor; 3], LayerError> {
         let Self { module, pass, .. } = self;
@@ -191,25 +193,25 @@ impl AttentionBackward<'_> {
         module.rotate([&dq, &dk], Direction::Backward, &pass.forward)?;
         let dq = module.q.backward_norm(dq, q_norm, pass)?;
         let dq = match dgate {
-            Some(dgate) => output_gate::join([dq, dgate], &pass.forward)?,
+            Some(dgate) => columns::join(vec![dq, dgate], &pass.forward)?,
             None => dq,
         };
         let dk = module.k.backward_norm(dk, k_norm, pass)?;
         Ok([dq, dk, module.v.backward_norm(dv, v_norm, pass)?])
     }
 
-    fn layout(&self, chunk: &HeadChunk) -> Result<AttentionLayout, LayerError> {
+    fn layout(&self, chunk: &HeadRanges) -> Result<AttentionLayout, LayerError> {
         self.module.layout(chunk, &self.pass.forward, Some(self.pass))
     }
 
-    fn project_heads(&self, chunk: &HeadChunk) -> Result<QkvHeads, LayerError> {
+    fn project_heads(&self, chunk: &HeadRanges) -> Result<QkvHeads, LayerError> {
         self.module.project_heads(self.input, &self.rstd, chunk, &self.pass.forward)
     }
 
     /// The gradient of a chunk's output, with the gate and the gradient of the gated output if there is one.
     fn dout(
         &self,
-        chunk: &HeadChunk,
+        chunk: &HeadRanges,
         gate: Option<Tensor>,
     ) -> Result<(Tensor, Option<GatedOutput>), LayerError> {
         let forward = &self.pass.forward;
@@ -224,7 +226,7 @@ impl AttentionBackward<'_> {
     /// Adds to the gradient of the output projection. Returns that of the gate, if there is one.
     fn backward_output(
         &self,
-        chunk: &HeadChunk,
+        chunk: &HeadRanges,
         out: &Tensor,
         gated: Option<GatedOutput>,
     ) -> Result<Option<Tensor>, LayerError> {
@@ -248,7 +250,7 @@ impl AttentionBackward<'_> {
     /// `dnormed`.
     fn backward_projections(
         &self,
-        chunk: &HeadChunk,
+        chunk: &HeadRanges,
         dqkv: [Tensor; 3],
         dnormed: &Tensor,
         accumulates: bool,
@@ -275,7 +277,7 @@ impl AttentionBackward<'_> {
     }
 
     /// Adds to the gradient of a chunk's part of the output projection.
-    fn add_o_gradient(&self, chunk: &HeadChunk, out: &Tensor) -> Result<(), LayerError> {
+    fn add_o_gradient(&self, chunk: &HeadRanges, out: &Tensor) -> Result<(), LayerError> {
         let Self { module, dy, pass, .. } = self;
         let gradients = module.o.gradient_columns(&module.o_inputs(chunk), pass);
         gradients.add(dy, &out.flatten_from(2)?)

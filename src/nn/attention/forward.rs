@@ -2,8 +2,8 @@
 
 use super::chunk_pipeline::run_chunks;
 use super::saved::{AttentionSaved, QkvHeads, ReturningChunk, Saves};
-use super::{HeadChunk, SelfAttention, output_gate, trim_after_chunks};
-use crate::nn::{BranchInput, ForwardPass, LayerError, token_dims, token_rows};
+use super::{SelfAttention, output_gate, trim_after_chunks};
+use crate::nn::{BranchInput, ForwardPass, HeadRanges, LayerError, columns, token_dims, token_rows};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::rope::Direction;
@@ -29,7 +29,7 @@ impl SelfAttention {
         self.o.add_bias_to(&y, pass)?;
         let rstd = ws.alloc_f32(token_dims(input.x))?;
         run_chunks(
-            &self.head_chunks(pass)?,
+            &self.shape.head_chunks(pass)?,
             ctx.overlaps_exchange(),
             |chunk| {
                 let QkvHeads { q, k, v, norms, gate } = self.project_heads(input, &rstd, chunk, pass)?;
@@ -71,7 +71,7 @@ impl SelfAttention {
     ) -> Result<Tensor, LayerError> {
         let y = input.branch.open(input.x, pass)?;
         self.o.add_bias_to(&y, pass)?;
-        for (chunk, saved) in self.head_chunks(pass)?.iter().zip(saved_chunks) {
+        for (chunk, saved) in self.shape.head_chunks(pass)?.iter().zip(saved_chunks) {
             saved.gate = self.project_gate(input, chunk, pass)?;
             self.add_projection(chunk, saved, &y, pass)?;
         }
@@ -81,7 +81,7 @@ impl SelfAttention {
     /// Adds a chunk's part of the output projection to `y`.
     fn add_projection(
         &self,
-        chunk: &HeadChunk,
+        chunk: &HeadRanges,
         saved: &AttentionSaved,
         y: &Tensor,
         pass: &ForwardPass<'_>,
@@ -99,7 +99,7 @@ impl SelfAttention {
     fn project_gate(
         &self,
         input: BranchInput<'_>,
-        chunk: &HeadChunk,
+        chunk: &HeadRanges,
         pass: &ForwardPass<'_>,
     ) -> Result<Option<Tensor>, LayerError> {
         if !self.shape.output_gate {
@@ -111,9 +111,10 @@ impl SelfAttention {
             rows.forward(normed, &token_rows(&joint, tile)?, false, pass.workspace())
         };
         input.for_each_tile(&rstd, project, pass)?;
-        let [q, gate] = output_gate::split(joint, pass)?;
-        pass.recycle([q, rstd]);
-        Ok(Some(gate))
+        let mut parts = columns::split(joint, 2, pass)?;
+        let gate = parts.pop();
+        pass.recycle(parts.into_iter().chain([rstd]));
+        Ok(gate)
     }
 
     /// Queries, keys, values and gate of one chunk. Writes the tokens' reciprocal root mean squares to `rstd`.
@@ -121,7 +122,7 @@ impl SelfAttention {
         &self,
         input: BranchInput<'_>,
         rstd: &Tensor,
-        chunk: &HeadChunk,
+        chunk: &HeadRanges,
         pass: &ForwardPass<'_>,
     ) -> Result<QkvHeads, LayerError> {
         let of_chunk = [(&self.q, &chunk.q), (&self.k, &chunk.kv), (&self.v, &chunk.kv)];
@@ -135,10 +136,8 @@ impl SelfAttention {
             })
         };
         input.for_each_tile(rstd, project, pass)?;
-        let (q, gate) = match self.shape.output_gate {
-            true => output_gate::split(q, pass).map(|[q, gate]| (q, Some(gate)))?,
-            false => (q, None),
-        };
+        let mut parts = columns::split(q, if self.shape.output_gate { 2 } else { 1 }, pass)?.into_iter();
+        let (q, gate) = (parts.next().unwrap_or_else(|| unreachable!("one part or two")), parts.next());
         let (q, q_norm) = self.q.normalize(q, pass)?;
         let (k, k_norm) = self.k.normalize(k, pass)?;
         let (v, v_norm) = self.v.normalize(v, pass)?;

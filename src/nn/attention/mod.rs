@@ -8,30 +8,26 @@
 mod backward;
 mod chunk_pipeline;
 mod forward;
-mod head_chunks;
-mod head_division;
 mod head_projection;
 mod latent;
 mod output_gate;
 mod projections;
 mod saved;
 
-pub use head_chunks::{HeadChunk, head_chunks};
-pub use head_division::HeadDivision;
 pub use latent::LatentConfig;
 pub use projections::{AttentionProjections, QkvNames};
 pub use saved::{AttentionSaved, Saves};
 pub(super) use saved::{ChunkState, ReturningChunk, shares_output};
 
 use super::{
-    AttentionExtent, AttentionMask, BackwardPass, ForwardPass, GroupNames, LayerError, Linear, ModuleWeights,
-    Norm, NormConfig, Parameter, ParameterList, TensorRank,
+    AttentionExtent, AttentionMask, BackwardPass, ForwardPass, GroupNames, HeadDivision, HeadRanges, Heads,
+    LayerError, Linear, ModuleWeights, Norm, NormConfig, NumHeads, Parameter, ParameterList, TensorRank,
+    heads::scaled,
 };
 use candle_core::Tensor;
-pub(super) use head_division::scaled;
 use head_projection::{HeadNorm, HeadProjection};
 use std::ops::Range;
-use ulysses_kernels::attention::{AttentionLayout, Logits, Sinks, grouped_heads};
+use ulysses_kernels::attention::{AttentionLayout, Logits, Sinks};
 use ulysses_kernels::rope::{self, Direction, Rope};
 
 /// The heads of a layer's attention, the tokens that it sees, and its position embedding.
@@ -108,13 +104,49 @@ impl AttentionConfig {
 
     /// The KV head of each query head.
     pub fn q_to_kv(&self) -> Vec<usize> {
-        grouped_heads(self.num_heads, self.num_kv_heads)
+        self.heads().q_to_kv()
+    }
+
+    /// The numbers of heads.
+    pub fn heads(&self) -> NumHeads {
+        NumHeads { q: self.num_heads, kv: self.num_kv_heads }
+    }
+
+    /// The attention of one rank, with the heads of every rank.
+    ///
+    /// # Errors
+    /// Heads that cannot be divided over so many ranks; `layer` is the name for the error.
+    pub fn divided(self, layer: &str, tp: TensorRank) -> Result<(Self, HeadDivision), LayerError> {
+        let division = self.heads().divide(layer, tp)?;
+        let NumHeads { q: num_heads, kv: num_kv_heads } = division.num_heads(tp.rank);
+        Ok((Self { num_heads, num_kv_heads, ..self }, division))
     }
 
     /// The largest number of head chunks: a norm over all heads needs them at once, and latent attention computes them at once.
     pub fn max_head_chunks(&self) -> usize {
         let at_once = self.qk_norm == Some(QkNorm::AllHeads) || self.latent.is_some();
         if at_once { 1 } else { self.num_kv_heads }
+    }
+
+    /// The largest number of head chunks that all these layers allow.
+    pub fn common_head_chunks<'a>(layers: impl IntoIterator<Item = &'a Self>) -> usize {
+        layers.into_iter().map(Self::max_head_chunks).min().unwrap_or(0)
+    }
+
+    /// Checks that all these layers can be split into so many head chunks.
+    ///
+    /// # Errors
+    /// None, or more than [`common_head_chunks`](Self::common_head_chunks); `layer` is the name for the error.
+    pub fn check_head_chunks<'a>(
+        layers: impl IntoIterator<Item = &'a Self>,
+        layer: &str,
+        chunks: usize,
+    ) -> Result<(), LayerError> {
+        let max_chunks = Self::common_head_chunks(layers);
+        match (1..=max_chunks).contains(&chunks) {
+            true => Ok(()),
+            false => Err(LayerError::HeadChunks { layer: layer.to_owned(), chunks, max_chunks }),
+        }
     }
 
     /// Elements per value head.
@@ -144,9 +176,14 @@ impl AttentionConfig {
         self.head_dim * if self.output_gate { 2 } else { 1 }
     }
 
-    /// Splits the heads into `chunks` parts of whole KV groups, as [`head_chunks`] does.
-    pub fn head_chunks(&self, chunks: usize) -> Vec<HeadChunk> {
-        head_chunks(self.num_heads, self.num_kv_heads, chunks)
+    /// Splits the heads into as many chunks as the tiling says.
+    ///
+    /// # Errors
+    /// None, or more than [`max_head_chunks`](Self::max_head_chunks).
+    pub(in crate::nn) fn head_chunks(&self, pass: &ForwardPass<'_>) -> Result<Vec<HeadRanges>, LayerError> {
+        let chunks = pass.ctx.tiling().head_chunks;
+        Self::check_head_chunks([self], pass.layer, chunks)?;
+        Ok(self.heads().chunks(chunks))
     }
 }
 
@@ -237,7 +274,7 @@ impl SelfAttention {
     /// # Errors
     /// Heads that cannot be divided over so many ranks.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
-        let (shape, HeadDivision { q, kv }) = self.shape.divided(parameters.layer(), tp)?;
+        let (shape, Heads { q, kv }) = self.shape.divided(parameters.layer(), tp)?;
         if let Some(sinks) = self.sinks {
             parameters.shard(sinks, 0, q.iter().map(|heads| vec![heads.clone()]).collect(), tp.rank);
         }
@@ -263,24 +300,15 @@ impl SelfAttention {
         self.shape.extent()
     }
 
-    /// The chunks, as even as KV heads allow.
-    fn head_chunks(&self, pass: &ForwardPass<'_>) -> Result<Vec<HeadChunk>, LayerError> {
-        let (max_chunks, chunks) = (self.shape.max_head_chunks(), pass.ctx.tiling().head_chunks);
-        if chunks == 0 || chunks > max_chunks {
-            return Err(LayerError::HeadChunks { layer: pass.layer.to_owned(), chunks, max_chunks });
-        }
-        Ok(self.shape.head_chunks(chunks))
-    }
-
     /// The attention layout of a chunk, in a backward pass with the gradients of its sinks.
     fn layout(
         &self,
-        chunk: &HeadChunk,
+        chunk: &HeadRanges,
         pass: &ForwardPass<'_>,
         backward: Option<&BackwardPass<'_>>,
     ) -> Result<AttentionLayout, LayerError> {
         let (mask, logits) = (self.shape.mask(), self.shape.logits());
-        let layout = pass.ctx.attention_layout_with([chunk.q.len(), chunk.kv.len()], mask, logits)?;
+        let layout = pass.ctx.attention_layout_with(chunk.num_heads(), mask, logits)?;
         let Some(sinks) = self.sinks else { return Ok(layout) };
         let gradient = backward.and_then(|pass| pass.gradient(sinks)).cloned();
         let sinks = Sinks { logits: pass[sinks].clone(), gradient }.heads(&chunk.q)?;
@@ -303,7 +331,7 @@ impl SelfAttention {
     }
 
     /// A chunk's inputs of the output projection.
-    fn o_inputs(&self, chunk: &HeadChunk) -> Range<usize> {
+    fn o_inputs(&self, chunk: &HeadRanges) -> Range<usize> {
         chunk.q.start * self.shape.head_dim..chunk.q.end * self.shape.head_dim
     }
 }

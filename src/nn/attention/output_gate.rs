@@ -6,33 +6,11 @@
 use crate::nn::{ForwardPass, LayerError};
 use candle_core::Tensor;
 use ulysses_kernels::glu::{self, Activation::Sigmoid};
-use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 
 /// A gate, with the gradient of the gated output.
 pub(super) struct GatedOutput {
     pub(super) gate: Tensor,
     pub(super) dgated: Tensor,
-}
-
-/// Splits `[batch, seq_local, heads, 2 · head_dim]` into queries and gate, and recycles it.
-pub(super) fn split(joint: Tensor, pass: &ForwardPass<'_>) -> Result<[Tensor; 2], LayerError> {
-    let (batch, tokens, heads, width) = joint.dims4()?;
-    let half = || pass.workspace().alloc((batch, tokens, heads, width / 2));
-    let parts = [half()?, half()?];
-    let copy = |(part, half)| BlockCopy { from: half, to: packed(part, &parts[part]), accumulate: false };
-    copy_blocks(&[&joint], &[&parts[0], &parts[1]], &halves(&joint).map(copy))?;
-    pass.recycle([joint]);
-    Ok(parts)
-}
-
-/// The inverse of [`split`].
-pub(super) fn join(parts: [Tensor; 2], pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
-    let (batch, tokens, heads, head_dim) = parts[0].dims4()?;
-    let joint = pass.workspace().alloc((batch, tokens, heads, 2 * head_dim))?;
-    let copy = |(part, half)| BlockCopy { from: packed(part, &parts[part]), to: half, accumulate: false };
-    copy_blocks(&[&parts[0], &parts[1]], &[&joint], &halves(&joint).map(copy))?;
-    pass.recycle(parts);
-    Ok(joint)
 }
 
 /// The gated output.
@@ -61,22 +39,4 @@ impl GatedOutput {
         pass.recycle([gate, dgated, scratch]);
         Ok(dgate)
     }
-}
-
-/// The two halves of every head, each with its index.
-fn halves(joint: &Tensor) -> [(usize, StridedBlock); 2] {
-    let width = joint.dims().last().copied().unwrap_or_default();
-    let rows = joint.elem_count() / width.max(1);
-    let run = width / 2;
-    [0, 1].map(|part| {
-        let offset = part * run;
-        (part, StridedBlock { tensor: 0, offset, batch: 1, batch_stride: 0, rows, row_stride: width, run })
-    })
-}
-
-/// All of a half, as rows.
-fn packed(tensor: usize, half: &Tensor) -> StridedBlock {
-    let run = half.dims().last().copied().unwrap_or_default();
-    let rows = half.elem_count() / run.max(1);
-    StridedBlock { tensor, offset: 0, batch: 1, batch_stride: 0, rows, row_stride: run, run }
 }

@@ -29,7 +29,7 @@ impl LatentAttention {
         saves: Saves,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, LatentAttentionSaved), LayerError> {
-        self.check_chunks(pass)?;
+        self.shape.head_chunks(pass)?;
         let y = input.branch.open(input.x, pass)?;
         let Projected { q, k, v, latents } = self.project(input, pass)?;
         let attend = pass.ctx.attention().start_forward(q, k, v, &self.layout(pass)?, pass.workspace())?;

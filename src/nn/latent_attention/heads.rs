@@ -1,6 +1,7 @@
 //! Queries, keys and values of all heads from their projections, and back. Shape legend: H heads, D their size, R its rotary part.
 
 use super::LatentAttention;
+use crate::nn::columns::{all_columns, columns, copy};
 use crate::nn::{ForwardPass, LayerError};
 use candle_core::Tensor;
 use ulysses_kernels::rank_reduce::{ReduceOp, reduce};
@@ -23,7 +24,8 @@ impl LatentAttention {
         }
         let (batch, tokens, heads, _) = queries.dims4()?;
         let rotary = pass.workspace().alloc((batch, tokens, heads, self.latent.rope_head_dim))?;
-        let (from, to) = (columns(queries, self.k_nope_dim(), &rotary), whole(0, &rotary));
+        let from = columns(0, queries, self.k_nope_dim()..self.shape.head_dim);
+        let to = all_columns(0, &rotary);
         copy_blocks(&[queries], &[&rotary], &[copy(from.clone(), to.clone())])?;
         self.rotate(&rotary, direction, pass)?;
         copy_blocks(&[&rotary], &[queries], &[copy(to, from)])?;
@@ -92,11 +94,10 @@ impl LatentAttention {
 
     /// From the joint projection to the keys' part without a position, and to the values.
     fn joint_copies(&self, joint: &Tensor, [keys, values]: &[Tensor; 2]) -> [BlockCopy; 2] {
-        let nope = self.k_nope_dim();
-        let k_nope = StridedBlock { run: nope, ..whole(0, keys) };
+        let (nope, width) = (self.k_nope_dim(), self.k_nope_dim() + self.latent.value_head_dim);
         [
-            copy(StridedBlock { run: nope, ..whole(0, joint) }, k_nope),
-            copy(columns(joint, nope, values), whole(1, values)),
+            copy(columns(0, joint, 0..nope), columns(0, keys, 0..nope)),
+            copy(columns(0, joint, nope..width), all_columns(1, values)),
         ]
     }
 
@@ -113,20 +114,4 @@ impl LatentAttention {
             run: self.latent.rope_head_dim,
         }
     }
-}
-
-/// All elements of every head.
-fn whole(tensor: usize, heads: &Tensor) -> StridedBlock {
-    let run = heads.dims().last().copied().unwrap_or_default();
-    let rows = heads.elem_count() / run.max(1);
-    StridedBlock { tensor, offset: 0, batch: 1, batch_stride: 0, rows, row_stride: run, run }
-}
-
-/// The elements of every head from `offset` on, as many as `like` has.
-fn columns(heads: &Tensor, offset: usize, like: &Tensor) -> StridedBlock {
-    StridedBlock { offset, run: whole(0, like).run, ..whole(0, heads) }
-}
-
-fn copy(from: StridedBlock, to: StridedBlock) -> BlockCopy {
-    BlockCopy { from, to, accumulate: false }
 }

@@ -20,11 +20,11 @@ mod saved;
 
 pub use saved::LatentAttentionSaved;
 
-use super::attention::scaled;
+use super::heads::scaled;
 use super::projection::Projection;
 use super::{
-    AttentionConfig, AttentionExtent, ForwardPass, GroupNames, HeadDivision, LatentConfig, LayerError,
-    Linear, ModuleWeights, Norm, ParameterList, TensorRank,
+    AttentionConfig, AttentionExtent, ForwardPass, GroupNames, Heads, LatentConfig, LayerError, Linear,
+    ModuleWeights, Norm, ParameterList, TensorRank,
 };
 use ulysses_kernels::attention::AttentionLayout;
 
@@ -85,7 +85,7 @@ impl LatentAttention {
     /// # Errors
     /// More ranks than heads.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
-        let (shape, HeadDivision { q: heads, .. }) = self.shape.divided(parameters.layer(), tp)?;
+        let (shape, Heads { q: heads, .. }) = self.shape.divided(parameters.layer(), tp)?;
         let LatentConfig { value_head_dim, .. } = self.latent;
         let [queries, keys_and_values, values] =
             [shape.head_dim, self.k_nope_dim() + value_head_dim, value_head_dim]
@@ -108,15 +108,6 @@ impl LatentAttention {
     }
 
     fn layout(&self, pass: &ForwardPass<'_>) -> Result<AttentionLayout, LayerError> {
-        let num_heads = self.shape.num_heads;
-        pass.ctx.attention_layout_with([num_heads; 2], self.shape.mask(), self.shape.logits())
-    }
-
-    /// Refuses head chunks.
-    fn check_chunks(&self, pass: &ForwardPass<'_>) -> Result<(), LayerError> {
-        match pass.ctx.tiling().head_chunks {
-            1 => Ok(()),
-            chunks => Err(LayerError::HeadChunks { layer: pass.layer.to_owned(), chunks, max_chunks: 1 }),
-        }
+        pass.ctx.attention_layout_with(self.shape.heads(), self.shape.mask(), self.shape.logits())
     }
 }

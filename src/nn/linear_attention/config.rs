@@ -1,6 +1,6 @@
 //! Sizes and kind of a linear attention.
 
-use crate::nn::{GroupedHeads, HeadKind, Init};
+use crate::nn::{HeadKind, Init, NumHeads};
 
 /// The heads of a layer's linear attention, its convolution, and its kind.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -45,8 +45,8 @@ pub struct Mamba2Config {
 
 impl LinearAttentionConfig {
     /// The heads.
-    pub fn heads(&self) -> GroupedHeads {
-        GroupedHeads { num_key_heads: self.num_key_heads, num_value_heads: self.num_value_heads }
+    pub fn heads(&self) -> NumHeads {
+        NumHeads { q: self.num_value_heads, kv: self.num_key_heads }
     }
 
     /// Elements of all keys, of all queries.

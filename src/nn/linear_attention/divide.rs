@@ -2,10 +2,10 @@
 
 use super::mixed::Mixed;
 use super::{LinearAttention, LinearAttentionConfig};
-use crate::nn::attention::scaled;
+use crate::nn::heads::scaled;
 use crate::nn::projection::Projection;
 use crate::nn::tensor_parallel::are_shared;
-use crate::nn::{HeadDivision, LayerError, Linear, ParameterList, TensorRank};
+use crate::nn::{HeadDivision, Heads, LayerError, Linear, NumHeads, ParameterList, TensorRank};
 use std::ops::Range;
 
 impl LinearAttentionConfig {
@@ -15,13 +15,12 @@ impl LinearAttentionConfig {
     /// Heads that cannot be divided over so many ranks; `layer` is the name for the error. Ranks cannot share one of several norms
     /// over groups of heads.
     pub fn divided(self, layer: &str, tp: TensorRank) -> Result<(Self, HeadDivision), LayerError> {
-        let (groups, size) = (self.num_key_heads, tp.size);
-        if self.mamba2().is_some() && groups > 1 && size > groups {
-            return Err(LayerError::TensorRanks { layer: layer.to_owned(), size, max_size: groups });
+        if self.mamba2().is_some() && self.num_key_heads > 1 {
+            NumHeads::ungrouped(self.num_key_heads).divide(layer, tp)?;
         }
-        let heads = HeadDivision::of_layer(layer, [self.num_value_heads, self.num_key_heads], tp)?;
-        let (num_value_heads, num_key_heads) = (heads.q[tp.rank].len(), heads.kv[tp.rank].len());
-        Ok((Self { num_key_heads, num_value_heads, ..self }, heads))
+        let division = self.heads().divide(layer, tp)?;
+        let NumHeads { q: num_value_heads, kv: num_key_heads } = division.num_heads(tp.rank);
+        Ok((Self { num_key_heads, num_value_heads, ..self }, division))
     }
 }
 
@@ -33,7 +32,7 @@ impl LinearAttention {
     /// Heads that cannot be divided over so many ranks.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
         let (shape, heads) = self.shape.divided(parameters.layer(), tp)?;
-        let HeadDivision { q: values, kv: keys } = &heads;
+        let Heads { q: values, kv: keys } = &heads;
         let (of_keys, of_values) = (scaled(keys, shape.key_head_dim), scaled(values, shape.value_head_dim));
         let of_decays = scaled(values, shape.decays_per_head());
         let Mixed { qkv: [q, k, v], b, a } = &mut self.mixed;
@@ -60,7 +59,7 @@ impl LinearAttention {
         shard(parameters, self.dt_bias, 0, &of_decays);
         shard(parameters, self.a_log, self.a_log_dim(), values);
         self.rule.skip().into_iter().for_each(|skip| shard(parameters, skip, 0, values));
-        self.norm.divide(parameters, &heads, &of_values, tp)?;
+        self.norm.divide(parameters, keys, &of_values, tp)?;
         self.shape = shape;
         Ok(())
     }

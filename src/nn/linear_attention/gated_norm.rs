@@ -1,10 +1,12 @@
 //! The gate and the norm of linear attention's output.
 
-use crate::nn::{BackwardPass, ForwardPass, HeadDivision, LayerError, Norm, ParameterList, TensorRank};
+use crate::nn::{
+    BackwardPass, ForwardPass, LayerError, Norm, ParameterList, TensorRank, columns, token_rows,
+};
 use candle_core::Tensor;
 use std::ops::Range;
+use ulysses_kernels::Workspace;
 use ulysses_kernels::glu::{self, Activation, Activation::Silu};
-use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 
 /// A norm and a gate.
 #[derive(Debug)]
@@ -13,6 +15,28 @@ pub(super) enum GatedNorm {
     OfHeads(Norm, Activation),
     /// `norm(o · silu(z))`, with a norm for each group of equally many neighboring elements.
     OfGroups(Vec<Norm>),
+}
+
+/// The output of the heads and the projection for its gate, or their gradients.
+pub(super) struct OutputAndGate {
+    pub(super) out: Tensor,
+    pub(super) z: Tensor,
+}
+
+impl OutputAndGate {
+    /// A tile of tokens, `[tokens, values]`, sharing the storage.
+    pub(super) fn rows(&self, tile: &Range<usize>) -> Result<Self, LayerError> {
+        Ok(Self { out: token_rows(&self.out, tile)?, z: token_rows(&self.z, tile)? })
+    }
+
+    /// Tensors of the same sizes, with unspecified content.
+    pub(super) fn alloc_like(&self, ws: &Workspace) -> Result<Self, LayerError> {
+        Ok(Self { out: ws.alloc(self.out.dims())?, z: ws.alloc(self.z.dims())? })
+    }
+
+    pub(super) fn recycle(self, pass: &ForwardPass<'_>) {
+        pass.recycle([self.out, self.z]);
+    }
 }
 
 /// A gated output, and what its gradient needs.
@@ -37,10 +61,10 @@ impl GatedNorm {
     /// Computes the gated output of some tokens. Collective over tp if that divides the elements of a norm.
     ///
     /// # Shapes
-    /// `out`, `z`: `[tokens, values]`, as heads of `head_dim` elements.
+    /// `outputs`: `[tokens, values]`, as heads of `head_dim` elements.
     pub(super) fn forward(
         &self,
-        [out, z]: [&Tensor; 2],
+        OutputAndGate { out, z }: &OutputAndGate,
         head_dim: usize,
         pass: &ForwardPass<'_>,
     ) -> Result<Gated, LayerError> {
@@ -56,25 +80,26 @@ impl GatedNorm {
             }
             Self::OfGroups(norms) => {
                 glu::forward(Silu, z, out, &gated)?;
-                let inner = split_columns(gated, norms.len(), pass)?;
+                let inner = columns::split(gated, norms.len(), pass)?;
                 let (mut normed, mut rstds) = (Vec::new(), Vec::new());
                 for (norm, group) in norms.iter().zip(&inner) {
                     let rstd = ws.alloc_f32(group.dims()[0])?;
                     normed.push(norm.forward(group, &rstd, pass)?);
                     rstds.push(rstd);
                 }
-                Ok(Gated { rows: join_columns(normed, pass)?, inner, rstds })
+                Ok(Gated { rows: columns::join(normed, pass)?, inner, rstds })
             }
         }
     }
 
-    /// Backward of [`forward`](Self::forward): writes the gradients of `out` and `z`, adds to those of the weights, and recycles all
-    /// that it computed.
+    /// Backward of [`forward`](Self::forward), for the gradient of the gated rows: writes those of `outputs`, adds to those of the weights,
+    /// and recycles all that it computed.
     pub(super) fn backward(
         &self,
-        (dgated_rows, gated): (Tensor, Gated),
-        [out, z]: [&Tensor; 2],
-        [dout, dz]: [&Tensor; 2],
+        dgated_rows: Tensor,
+        gated: Gated,
+        OutputAndGate { out, z }: &OutputAndGate,
+        OutputAndGate { out: dout, z: dz }: &OutputAndGate,
         head_dim: usize,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
@@ -90,14 +115,14 @@ impl GatedNorm {
                 forward.recycle([dgated_rows]);
             }
             Self::OfGroups(norms) => {
-                let (dnormed, mut dgroups) = (split_columns(dgated_rows, norms.len(), forward)?, Vec::new());
+                let (dnormed, mut dgroups) = (columns::split(dgated_rows, norms.len(), forward)?, Vec::new());
                 for (((norm, dy), x), rstd) in norms.iter().zip(&dnormed).zip(&gated.inner).zip(&gated.rstds)
                 {
                     let dx = forward.workspace().alloc(x.dims())?;
                     norm.backward(dy, x, rstd, &dx, false, pass)?;
                     dgroups.push(dx);
                 }
-                let dproduct = join_columns(dgroups, forward)?;
+                let dproduct = columns::join(dgroups, forward)?;
                 glu::backward(Silu, &dproduct, z, out, dz, dout)?;
                 forward.recycle(dnormed);
                 forward.recycle([dproduct]);
@@ -107,11 +132,11 @@ impl GatedNorm {
         Ok(())
     }
 
-    /// Keeps the elements of one rank of tp, whose value heads have the elements `values` of every rank.
+    /// Keeps the elements of one rank of tp, of the key heads and the elements of value heads of every rank.
     pub(super) fn divide(
         &mut self,
         parameters: &mut ParameterList,
-        heads: &HeadDivision,
+        keys: &[Range<usize>],
         values: &[Range<usize>],
         tp: TensorRank,
     ) -> Result<(), LayerError> {
@@ -120,7 +145,7 @@ impl GatedNorm {
             Self::OfGroups(norms) => match &mut norms[..] {
                 [norm] => norm.divide(parameters, values, tp.rank),
                 _ => {
-                    Norm::divide_group(parameters, norms, &heads.kv, tp.rank);
+                    Norm::divide_group(parameters, norms, keys, tp.rank);
                     Ok(())
                 }
             },
@@ -131,52 +156,4 @@ impl GatedNorm {
 /// `[tokens, heads · head_dim]` → `[tokens · heads, head_dim]`, sharing the storage.
 fn heads(rows: &Tensor, head_dim: usize) -> Result<Tensor, LayerError> {
     Ok(rows.reshape((rows.elem_count() / head_dim, head_dim))?)
-}
-
-/// Equal parts of the columns of a matrix, which is recycled unless it is the only part.
-fn split_columns(rows: Tensor, parts: usize, pass: &ForwardPass<'_>) -> Result<Vec<Tensor>, LayerError> {
-    if parts == 1 {
-        return Ok(vec![rows]);
-    }
-    let (tokens, width) = rows.dims2()?;
-    let split = (0..parts).map(|_| pass.workspace().alloc((tokens, width / parts)));
-    let split = split.collect::<Result<Vec<_>, _>>()?;
-    let copies =
-        blocks(&split, width).map(|[part, columns]| BlockCopy { from: columns, to: part, accumulate: false });
-    copy_blocks(&[&rows], &split.iter().collect::<Vec<_>>(), &copies.collect::<Vec<_>>())?;
-    pass.recycle([rows]);
-    Ok(split)
-}
-
-/// The inverse of [`split_columns`].
-fn join_columns(mut parts: Vec<Tensor>, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
-    if parts.len() == 1 {
-        return Ok(parts.remove(0));
-    }
-    let (tokens, part) = parts[0].dims2()?;
-    let width = part * parts.len();
-    let rows = pass.workspace().alloc((tokens, width))?;
-    let copies =
-        blocks(&parts, width).map(|[part, columns]| BlockCopy { from: part, to: columns, accumulate: false });
-    copy_blocks(&parts.iter().collect::<Vec<_>>(), &[&rows], &copies.collect::<Vec<_>>())?;
-    pass.recycle(parts);
-    Ok(rows)
-}
-
-/// Each part, by itself and within a matrix of `width` columns.
-fn blocks(parts: &[Tensor], width: usize) -> impl Iterator<Item = [StridedBlock; 2]> {
-    let run = width / parts.len();
-    parts.iter().enumerate().map(move |(index, part)| {
-        let rows = part.elem_count() / run.max(1);
-        let within = |tensor, offset, row_stride| StridedBlock {
-            tensor,
-            offset,
-            batch: 1,
-            batch_stride: 0,
-            rows,
-            row_stride,
-            run,
-        };
-        [within(index, 0, run), within(0, index * run, width)]
-    })
 }

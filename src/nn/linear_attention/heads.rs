@@ -3,7 +3,7 @@
 use super::mixed::Mixed;
 use super::saved::{HeadsSaved, PassedStates};
 use super::{LinearAttention, LinearAttentionKind};
-use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError, Parameter, add_bias_gradient};
+use crate::nn::{BackwardPass, ForwardPass, HeadRanges, Heads, LayerError, Parameter, add_bias_gradient};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::decay_gates::{self, Rate};
@@ -60,7 +60,7 @@ impl LinearAttention {
         let [_, _, values] = &mixed.qkv;
         let out = ws.alloc(values.dims())?;
         let mut states = None;
-        if !share.values.is_empty() {
+        if !share.q.is_empty() {
             let operands = self.recurrence_operands(&mixed, &share, pass)?;
             if keep {
                 let shape = operands.layout.states_shape(self.shape.key_head_dim, self.shape.value_head_dim);
@@ -126,7 +126,7 @@ impl LinearAttention {
     pub(super) fn backward_skip(
         &self,
         dskip: Option<Tensor>,
-        share: &HeadShare,
+        share: &HeadRanges,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         if let (Some(dskip), Some(skip)) = (&dskip, self.rule.skip()) {
@@ -144,7 +144,7 @@ impl LinearAttention {
         [a, da]: [&Tensor; 2],
         [b, db]: [&Option<Tensor>; 2],
         [dg, dbeta]: &[Tensor; 2],
-        share: &HeadShare,
+        share: &HeadRanges,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         let gradient = |parameter| self.head_gradient(parameter, share, pass);
@@ -178,14 +178,14 @@ impl LinearAttention {
     }
 
     /// This rank's heads.
-    fn share(&self, pass: &ForwardPass<'_>) -> HeadShare {
+    fn share(&self, pass: &ForwardPass<'_>) -> HeadRanges {
         pass.ctx.head_exchange().share(self.shape.heads())
     }
 
     fn recurrence_operands(
         &self,
         Mixed { qkv: [q, k, v], b, a }: &Mixed<Tensor>,
-        share: &HeadShare,
+        share: &HeadRanges,
         pass: &ForwardPass<'_>,
     ) -> Result<RecurrenceOperands, LayerError> {
         let channels = self.channels(share);
@@ -193,7 +193,7 @@ impl LinearAttention {
         let conv = |x: &Tensor, part: usize| self.convs[part].forward(x, &channels[part], documents, pass);
         let qkv = [conv(q, 0)?, conv(k, 1)?, conv(v, 2)?];
         let gates = self.gates(a, b.as_ref(), share, pass)?;
-        let layout = pass.ctx.linear_attention_layout(&share.v_to_k(self.shape.heads()));
+        let layout = pass.ctx.linear_attention_layout(&share.q_to_kv(self.shape.heads()));
         let rule = self.rule.try_map_skip(|skip| self.of_heads(&pass[skip], share))?;
         Ok(RecurrenceOperands { qkv, gates, rule, layout })
     }
@@ -207,7 +207,7 @@ impl LinearAttention {
         &self,
         a: &Tensor,
         b: Option<&Tensor>,
-        share: &HeadShare,
+        share: &HeadRanges,
         pass: &ForwardPass<'_>,
     ) -> Result<[Tensor; 2], LayerError> {
         let (ws, of_heads) = (pass.workspace(), &a.dims()[..3]);
@@ -222,7 +222,7 @@ impl LinearAttention {
     }
 
     /// The parts of `A_log` and `dt_bias`.
-    fn gate_parameters(&self, share: &HeadShare, pass: &ForwardPass<'_>) -> Result<[Tensor; 2], LayerError> {
+    fn gate_parameters(&self, share: &HeadRanges, pass: &ForwardPass<'_>) -> Result<[Tensor; 2], LayerError> {
         Ok([self.of_heads(&pass[self.a_log], share)?, self.of_heads(&pass[self.dt_bias], share)?])
     }
 
@@ -230,7 +230,7 @@ impl LinearAttention {
     fn head_gradient(
         &self,
         parameter: Parameter,
-        share: &HeadShare,
+        share: &HeadRanges,
         pass: &BackwardPass<'_>,
     ) -> Result<Option<Tensor>, LayerError> {
         pass.gradient(parameter).map(|gradient| self.of_heads(gradient, share)).transpose()
@@ -240,14 +240,14 @@ impl LinearAttention {
     fn of_heads(
         &self,
         parameter: &Tensor,
-        HeadShare { values, .. }: &HeadShare,
+        Heads { q: values, .. }: &HeadRanges,
     ) -> Result<Tensor, LayerError> {
         let per_head = parameter.elem_count() / self.shape.num_value_heads.max(1);
         Ok(parameter.flatten_all()?.narrow(0, values.start * per_head, values.len() * per_head)?)
     }
 
     /// The channels of the convolution of some heads' queries, keys and values.
-    pub(super) fn channels(&self, HeadShare { keys, values }: &HeadShare) -> [Range<usize>; 3] {
+    pub(super) fn channels(&self, Heads { q: values, kv: keys }: &HeadRanges) -> [Range<usize>; 3] {
         let (key, value) = (self.shape.key_head_dim, self.shape.value_head_dim);
         let [q, k, v] = &self.channels;
         let of_heads = |all: &Range<usize>, heads: &Range<usize>, dim: usize| {

@@ -45,8 +45,8 @@ pub use saved::LinearAttentionSaved;
 use super::causal_conv::CausalConv;
 use super::projection::Projection;
 use super::{
-    ForwardPass, Gathered, GroupNames, Init, LayerError, Linear, ModuleWeights, Norm, NormConfig, Parameter,
-    ParameterList,
+    ForwardPass, GroupNames, HeadTransfer, Init, LayerError, Linear, ModuleWeights, Norm, NormConfig,
+    Parameter, ParameterList,
 };
 use candle_core::Tensor;
 use gated_norm::GatedNorm;
@@ -207,21 +207,21 @@ impl LinearAttention {
     fn exchange_output(
         &self,
         out: Tensor,
-        direction: (Gathered, bool),
+        transfer: HeadTransfer,
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        pass.ctx.exchange_values(out, self.shape.heads(), direction)
+        pass.ctx.exchange_values(out, self.shape.heads(), transfer)
     }
 
     /// Exchanges the inputs of the heads, or their gradients.
     fn exchange_mixed(
         &self,
         mixed: Mixed<Tensor>,
-        direction: (Gathered, bool),
+        transfer: HeadTransfer,
         pass: &ForwardPass<'_>,
     ) -> Result<Mixed<Tensor>, LayerError> {
         let kinds = self.shape.exchanged();
-        let received = pass.ctx.exchange_heads(mixed.into(), kinds, self.shape.heads(), direction)?;
+        let received = pass.ctx.exchange_heads(mixed.into(), kinds, self.shape.heads(), transfer)?;
         Ok(Mixed::from_list(received).unwrap_or_else(|| unreachable!("one result per tensor")))
     }
 }

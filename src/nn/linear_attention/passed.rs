@@ -13,13 +13,14 @@ use super::LinearAttention;
 use super::heads::RecurrenceOperands;
 use super::mixed::Mixed;
 use super::saved::{HeadsSaved, PassedStates};
+use crate::nn::columns::{all_columns, columns, copy};
 use crate::nn::shard::{AffineMap, Direction, ExtendedTokens, Reach, alloc};
-use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError};
+use crate::nn::{BackwardPass, ForwardPass, HeadRanges, LayerError};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::cast::cast;
 use ulysses_kernels::linear_attention::{self, Gradients};
-use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
+use ulysses_kernels::strided_copy::copy_blocks;
 use ulysses_kernels::{Workspace, elementwise};
 
 /// A unit vector among keys and queries that the delta rule normalizes: next to its square, the number that is added is nothing.
@@ -34,7 +35,7 @@ impl LinearAttention {
         pass.ctx.extended_tokens(&Reach {
             tokens_before: self.shape.conv_width - 1,
             state_rows: self.shape.key_head_dim,
-            v_to_k: self.all_heads().v_to_k(self.shape.heads()),
+            v_to_k: self.shape.heads().q_to_kv(),
         })
     }
 
@@ -208,10 +209,7 @@ impl LinearAttention {
         let width = value_dim + self.shape.key_head_dim;
         let values = ws.alloc_f32((batch, rows, heads, width))?;
         elementwise::fill(&values, 0.0)?;
-        let all = StridedBlock::contiguous(0, 0, value_dim);
-        let all = |row_stride| StridedBlock { rows: batch * rows * heads, row_stride, ..all.clone() };
-        let copy = BlockCopy { from: all(value_dim), to: all(width), accumulate: false };
-        copy_blocks(&[v], &[&values], &[copy])?;
+        copy_blocks(&[v], &[&values], &[copy(all_columns(0, v), columns(0, &values, 0..value_dim))])?;
         extended.write_units_before(1.0, &values, value_dim, ws)?;
         let o = ws.alloc_f32(values.dims())?;
         linear_attention::forward(&operands.with_values(&values), &o, None, ws)?;
@@ -220,15 +218,14 @@ impl LinearAttention {
         Ok(maps)
     }
 
-    /// The dimensions of S and T.
-    fn state_dims(&self, operands: &RecurrenceOperands) -> [[usize; 4]; 2] {
-        let (batch, heads) = (operands.layout.documents().batch(), self.shape.num_value_heads);
-        let key_dim = self.shape.key_head_dim;
-        [self.shape.value_head_dim, key_dim].map(|columns| [batch, heads, key_dim, columns])
+    /// The dimensions of S.
+    fn state_dims(&self, operands: &RecurrenceOperands) -> [usize; 4] {
+        let (batch, shape) = (operands.layout.documents().batch(), &self.shape);
+        [batch, shape.num_value_heads, shape.key_head_dim, shape.value_head_dim]
     }
 
-    fn all_heads(&self) -> HeadShare {
-        self.shape.heads().share(1, 0)
+    fn all_heads(&self) -> HeadRanges {
+        self.shape.heads().on_sp_rank(1, 0)
     }
 
     /// The factor of the queries.

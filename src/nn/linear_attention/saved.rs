@@ -1,5 +1,6 @@
 //! Saved state of linear attention.
 
+use super::gated_norm::OutputAndGate;
 use super::mixed::Mixed;
 use crate::nn::ForwardPass;
 use candle_core::Tensor;
@@ -9,10 +10,8 @@ use ulysses_kernels::tensor;
 pub struct LinearAttentionSaved {
     /// State of this rank's heads, for all tokens.
     pub(super) heads: HeadsSaved,
-    /// The output of all heads before the norm, for this rank's tokens.
-    pub(super) out: Tensor,
-    /// The projection for its gate.
-    pub(super) z: Tensor,
+    /// The output of all heads before the norm, and the projection for its gate, for this rank's tokens.
+    pub(super) gating: OutputAndGate,
     /// Of projections of low rank.
     pub(super) latents: Vec<Tensor>,
 }
@@ -45,7 +44,7 @@ impl LinearAttentionSaved {
             .iter()
             .chain(states)
             .chain(before.iter().chain(matrices).flatten())
-            .chain([&self.out, &self.z])
+            .chain([&self.gating.out, &self.gating.z])
             .chain(&self.latents)
             .map(tensor::bytes)
             .sum()
@@ -54,7 +53,8 @@ impl LinearAttentionSaved {
     /// Recycles the tensors.
     pub fn recycle(self, pass: &ForwardPass<'_>) {
         self.heads.recycle(pass);
-        pass.recycle([self.out, self.z].into_iter().chain(self.latents));
+        self.gating.recycle(pass);
+        pass.recycle(self.latents);
     }
 }
 

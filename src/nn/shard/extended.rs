@@ -1,6 +1,6 @@
 //! This rank's tokens, with rows for what is before and after them.
 
-use super::rows::{Rows, copy_rows};
+use super::rows::Rows;
 use super::segments::{Segment, Segments};
 use super::{ShardBlocks, ShardChain};
 use crate::nn::LayerError;
@@ -96,12 +96,12 @@ impl ExtendedTokens {
     }
 
     /// The rows of the state before a range.
-    pub(super) fn state_before(&self, tensor: &Tensor, segment: &Segment) -> Rows {
+    pub(super) fn state_before<'a>(&self, tensor: &'a Tensor, segment: &Segment) -> Rows<'a> {
         Rows::new(tensor, segment.first_row - self.reach.state_rows, self.reach.state_rows)
     }
 
     /// The rows of the state after a range.
-    pub(super) fn state_after(&self, tensor: &Tensor, segment: &Segment) -> Rows {
+    pub(super) fn state_after<'a>(&self, tensor: &'a Tensor, segment: &Segment) -> Rows<'a> {
         Rows::new(tensor, segment.rows().end, self.reach.state_rows)
     }
 
@@ -113,7 +113,7 @@ impl ExtendedTokens {
         let all = alloc(self.dims(&own), own.dtype(), ws)?;
         elementwise::fill(&all, 0.0)?;
         for [own_rows, rows] in self.rows_of_tokens(&own, &all) {
-            copy_rows((&own, own_rows), (&all, rows))?;
+            own_rows.copy_to(rows)?;
         }
         ws.recycle(own);
         Ok(all)
@@ -125,15 +125,15 @@ impl ExtendedTokens {
         dims[1] = self.segments.num_tokens();
         let own = alloc(dims, all.dtype(), ws)?;
         for [own_rows, rows] in self.rows_of_tokens(&own, &all) {
-            copy_rows((&all, rows), (&own, own_rows))?;
+            rows.copy_to(own_rows)?;
         }
         ws.recycle(all);
         Ok(own)
     }
 
     /// The rows of each range in a tensor of this rank's tokens, and in an extended one.
-    fn rows_of_tokens(&self, own: &Tensor, all: &Tensor) -> impl Iterator<Item = [Rows; 2]> {
-        self.segments.own().iter().map(|segment| {
+    fn rows_of_tokens<'a>(&self, own: &'a Tensor, all: &'a Tensor) -> impl Iterator<Item = [Rows<'a>; 2]> {
+        self.segments.own().iter().map(move |segment| {
             let len = segment.tokens.len();
             [Rows::new(own, segment.first_token, len), Rows::new(all, segment.first_row, len)]
         })
@@ -149,7 +149,7 @@ impl ExtendedTokens {
         for segment in self.segments.own() {
             let before = Rows::new(all, segment.first_row - before, before);
             for rows in [before, self.state_after(all, segment)] {
-                copy_rows((&zeros, Rows::new(&zeros, 0, rows.len())), (all, rows))?;
+                Rows::new(&zeros, 0, rows.len()).copy_to(rows)?;
             }
         }
         ws.recycle(zeros);
@@ -190,7 +190,7 @@ impl ExtendedTokens {
 
     /// The blocks that this rank sends of its tokens, and that it receives of extended tokens.
     fn blocks(&self, tensors: &[Tensor], extended: &[Tensor]) -> [Vec<Vec<StridedBlock>>; 2] {
-        let blocks = |of: &[Tensor], rows: &dyn Fn(&Tensor) -> Rows| -> Vec<StridedBlock> {
+        let blocks = |of: &[Tensor], rows: &dyn Fn(&Tensor) -> Rows<'_>| -> Vec<StridedBlock> {
             of.iter().enumerate().map(|(index, tensor)| rows(tensor).block(index)).collect()
         };
         let (own, ranks) = (self.chain.rank(), 0..self.segments.num_ranks());

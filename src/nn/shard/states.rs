@@ -1,12 +1,13 @@
 //! States between ranks: matrices that are stored and read as tokens, and affine maps of them.
 
-use super::rows::{Rows, copy_rows};
+use super::rows::Rows;
 use super::segments::Segment;
 use super::{ExtendedTokens, ShardBlocks};
 use crate::nn::LayerError;
+use crate::nn::columns::copy;
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
+use ulysses_kernels::strided_copy::{StridedBlock, copy_blocks};
 use ulysses_kernels::{Workspace, elementwise, linear};
 
 /// The state after a range of tokens as a function of the state before it, `matrix · state + constant`, per sequence and head; or the
@@ -42,11 +43,11 @@ impl ExtendedTokens {
     /// the state, or the gradient, that comes to each of this rank's ranges; `None` for the first of all in this direction. Collective.
     ///
     /// # Shapes
-    /// `dims`: those of constants and matrices. Result: as a constant.
+    /// `dims`: those of constants. Result: as a constant.
     pub(in crate::nn) fn pass_on(
         &self,
         own: &mut [AffineMap],
-        dims: [[usize; 4]; 2],
+        dims: [usize; 4],
         direction: Direction,
         ws: &Workspace,
     ) -> Result<Vec<Option<Tensor>>, LayerError> {
@@ -76,7 +77,7 @@ impl ExtendedTokens {
     fn exchange_maps(
         &self,
         own: &mut [AffineMap],
-        dims: [[usize; 4]; 2],
+        dims: [usize; 4],
         direction: Direction,
         ws: &Workspace,
     ) -> Result<Vec<Link>, LayerError> {
@@ -108,9 +109,10 @@ impl ExtendedTokens {
             blocks.send[other] = sent(rank, other).flat_map(|(index, _)| own_blocks[index].clone()).collect();
             for (_, segment) in sent(other, rank) {
                 let place = place(segment);
-                let [constant, matrix] = dims.map(|dims| dims.to_vec());
-                let matrix = (place > 0).then(|| ws.alloc_f32(matrix)).transpose()?;
-                let map = AffineMap { constant: Some(ws.alloc_f32(constant)?), matrix };
+                let [batch, heads, key_dim, value_dim] = dims;
+                let alloc = |columns: usize| ws.alloc_f32((batch, heads, key_dim, columns));
+                let matrix = (place > 0).then(|| alloc(key_dim)).transpose()?;
+                let map = AffineMap { constant: Some(alloc(value_dim)?), matrix };
                 for tensor in map.constant.iter().chain(&map.matrix) {
                     blocks.receive[other].push(whole(outputs.len(), tensor));
                     outputs.push(tensor.clone());
@@ -190,15 +192,13 @@ impl ExtendedTokens {
         &self,
         states: &[Option<Tensor>],
         rows: &Tensor,
-        place: impl Fn(&Self, &Tensor, &Segment) -> Rows,
+        place: impl for<'a> Fn(&Self, &'a Tensor, &Segment) -> Rows<'a>,
     ) -> Result<(), LayerError> {
         let (_, _, heads, dim) = rows.dims4()?;
         for (state, segment) in states.iter().zip(self.segments.own()) {
             let Some(state) = state else { continue };
             let blocks = with_packed(place(self, rows, segment).matrices(heads, 0..dim));
-            let copies: Vec<_> = blocks
-                .map(|(block, packed)| BlockCopy { from: packed, to: block, accumulate: false })
-                .collect();
+            let copies: Vec<_> = blocks.map(|(block, packed)| copy(packed, block)).collect();
             copy_blocks(&[state], &[rows], &copies)?;
         }
         Ok(())
@@ -235,7 +235,7 @@ impl ExtendedTokens {
         elementwise::fill(&ones, 1.0)?;
         for segment in self.segments.own() {
             let before = self.state_before(rows, segment);
-            copy_rows((&ones, Rows::new(&ones, 0, before.len())), (rows, before))?;
+            Rows::new(&ones, 0, before.len()).copy_to(before)?;
         }
         ws.recycle(ones);
         Ok(())
@@ -267,9 +267,7 @@ fn apply(
 fn read(rows: &Tensor, blocks: Vec<StridedBlock>, ws: &Workspace) -> Result<Tensor, LayerError> {
     let (key_dim, columns) = blocks.first().map_or((0, 0), |block| (block.rows, block.run));
     let matrices = ws.alloc_f32((rows.dims()[0], blocks.len(), key_dim, columns))?;
-    let copies: Vec<_> = with_packed(blocks)
-        .map(|(block, packed)| BlockCopy { from: block, to: packed, accumulate: false })
-        .collect();
+    let copies: Vec<_> = with_packed(blocks).map(|(block, packed)| copy(block, packed)).collect();
     copy_blocks(&[rows], &[&matrices], &copies)?;
     Ok(matrices)
 }
@@ -293,11 +291,8 @@ fn write_units(
 ) -> Result<(), LayerError> {
     let values = ws.alloc_f32(blocks.first().map_or(0, |block| block.rows))?;
     elementwise::fill(&values, value)?;
-    let copy = |to: StridedBlock| {
-        let from = StridedBlock { batch_stride: 0, ..to.packed_at(0) };
-        BlockCopy { from, to, accumulate: false }
-    };
-    copy_blocks(&[&values], &[rows], &blocks.into_iter().map(copy).collect::<Vec<_>>())?;
+    let unit = |to: StridedBlock| copy(StridedBlock { batch_stride: 0, ..to.packed_at(0) }, to);
+    copy_blocks(&[&values], &[rows], &blocks.into_iter().map(unit).collect::<Vec<_>>())?;
     ws.recycle(values);
     Ok(())
 }

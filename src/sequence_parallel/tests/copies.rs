@@ -30,24 +30,23 @@ fn plans([batch, seq_len, num_heads, num_kv_heads, head_dim, ranks]: [usize; 6])
 }
 
 /// Dimensions, first token and first head of a shard.
-type Shard = ((usize, usize, usize, usize), usize, usize);
+type Shard = ([usize; 4], usize, usize);
 
 /// Shards of q, k and v on one rank, by sequence or by head.
 fn shards(plan: &ExchangePlan, by_head: bool) -> [Shard; 3] {
-    let rank = plan.rank();
+    let (rank, dims) = (plan.rank(), [plan.q_dims(), plan.k_dims(), plan.v_dims()]);
     if by_head {
-        let head = plan.kv_head_ranges()[rank].start;
-        let [k, v] = [plan.head_sharded_k_dims(), plan.head_sharded_v_dims()].map(|dims| (dims, 0, head));
-        return [(plan.head_sharded_q_dims(), 0, plan.q_head_ranges()[rank].start), k, v];
+        let [q, kv] = [plan.q_head_ranges(), plan.kv_head_ranges()].map(|ranges| ranges[rank].start);
+        let [q_dims, k_dims, v_dims] = dims.map(|dims| dims.head_sharded);
+        return [(q_dims, 0, q), (k_dims, 0, kv), (v_dims, 0, kv)];
     }
     let token = plan.seq_ranges()[rank].start;
-    let dims = [plan.seq_sharded_q_dims(), plan.seq_sharded_k_dims(), plan.seq_sharded_v_dims()];
-    dims.map(|dims| (dims, token, 0))
+    dims.map(|dims| (dims.seq_sharded, token, 0))
 }
 
 /// A shard whose values encode tensor, batch, token, head and element; times `factor(head)`.
 fn fill(device: &Device, k: usize, shard: Shard, factor: impl Fn(usize) -> usize) -> Tensor {
-    let ((batch, tokens, heads, dim), token, head) = shard;
+    let ([batch, tokens, heads, dim], token, head) = shard;
     let element = |i| {
         let (b, t, h, e) = (i / (tokens * heads * dim), i / (heads * dim) % tokens, i / dim % heads, i % dim);
         ((((k * 4 + b) * 100 + t + token) * 10 + h + head) * 20 + e) as f32 * factor(h + head) as f32

@@ -4,10 +4,10 @@ use super::part;
 use crate::comm::{CollectiveOp, LaunchOptions, ProcessGroup, ProcessGroupExt, launch};
 use crate::mesh::SeqSharding;
 use crate::nn::{
-    ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare, LayerError,
-    LinearAttentionConfig, LinearAttentionKind, ShortConvConfig,
+    ExchangedHeads, HeadExchange, HeadKind, HeadTransfer, Heads, LayerError, LinearAttentionConfig,
+    LinearAttentionKind, NumHeads, ShortConvConfig,
 };
-use crate::sequence_parallel::{ExchangeVolume, UlyssesHeads};
+use crate::sequence_parallel::{ExchangeVolume, SpShard, UlyssesHeads};
 use candle_core::Tensor;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
@@ -42,12 +42,12 @@ const SHARDINGS: [SeqSharding; 6] = [
 
 #[test]
 fn value_heads_come_with_their_key_heads_and_ranks_beyond_them_have_none() {
-    let heads = GroupedHeads { num_key_heads: 2, num_value_heads: 6 };
-    let shares: Vec<_> = (0..4).map(|rank| heads.share(4, rank)).collect();
-    let ranges: Vec<_> = shares.iter().map(|share| (share.values.clone(), share.keys.clone())).collect();
+    let heads = NumHeads { q: 6, kv: 2 };
+    let shares: Vec<_> = (0..4).map(|rank| heads.on_sp_rank(4, rank)).collect();
+    let ranges: Vec<_> = shares.iter().map(|share| (share.q.clone(), share.kv.clone())).collect();
     assert_eq!(ranges, [(0..2, 0..1), (2..4, 0..2), (4..5, 1..2), (5..6, 1..2)]);
-    assert_eq!(shares[1].v_to_k(heads), [0, 1]);
-    assert!(heads.share(8, 7).values.is_empty() && heads.share(8, 7).keys.is_empty());
+    assert_eq!(shares[1].q_to_kv(heads), [0, 1]);
+    assert!(heads.on_sp_rank(8, 7).q.is_empty() && heads.on_sp_rank(8, 7).kv.is_empty());
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn heads_of_several_sizes_are_exchanged_and_gradients_of_shared_key_heads_are_su
         launch(size, &LaunchOptions::default(), |ctx| {
             let group: Arc<dyn ProcessGroup> = ctx.group.clone();
             let exchange = UlyssesHeads::new(group.clone(), sharding);
-            let HeadShare { keys, values } = exchange.share(heads);
+            let Heads { q: values, kv: keys } = exchange.share(heads);
             let of = |seq: Vec<usize>, keys: Vec<usize>, values: Vec<usize>| -> Vec<Tensor> {
                 let tensor = |(index, (kind, dim)): (usize, (HeadKind, usize))| {
                     let heads = if kind == HeadKind::Key { &keys } else { &values };
@@ -68,17 +68,11 @@ fn heads_of_several_sizes_are_exchanged_and_gradients_of_shared_key_heads_are_su
                 };
                 dims.into_iter().enumerate().map(tensor).collect()
             };
-            let exchanged = |gathered, is_backward| ExchangedHeads {
-                heads,
-                kinds: &kinds,
-                seq_len: SEQ_LEN,
-                gathered,
-                is_backward,
-            };
+            let exchanged = |transfer| ExchangedHeads { heads, kinds: &kinds, seq_len: SEQ_LEN, transfer };
             let own: Vec<usize> = sharding.tokens(SEQ_LEN, group.rank()).positions().collect();
             let ws = Workspace::new();
             let local = of(own.clone(), (0..2).collect(), (0..4).collect());
-            let whole = exchange.exchange(local, &exchanged(Gathered::Tokens, false), &ws)?;
+            let whole = exchange.exchange(local, &exchanged(HeadTransfer::Inputs), &ws)?;
             let expected = of((0..SEQ_LEN).collect(), keys.collect(), values.collect());
             for (got, expected) in whole.iter().zip(&expected) {
                 assert_eq!(got.dims(), expected.dims());
@@ -89,8 +83,9 @@ fn heads_of_several_sizes_are_exchanged_and_gradients_of_shared_key_heads_are_su
                     group.rank()
                 );
             }
-            let back = exchange.exchange(whole, &exchanged(Gathered::Heads, true), &ws)?;
-            let users = |key| (0..size).filter(|rank| heads.share(size, *rank).keys.contains(&key)).count();
+            let back = exchange.exchange(whole, &exchanged(HeadTransfer::InputGradients), &ws)?;
+            let users =
+                |key| (0..size).filter(|rank| heads.on_sp_rank(size, *rank).kv.contains(&key)).count();
             for (index, got) in back.iter().enumerate() {
                 let (kind, dim) = dims[index];
                 let heads = if kind == HeadKind::Key { 2 } else { 4 };
@@ -121,10 +116,9 @@ fn the_formula_counts_the_bytes_that_are_sent() {
             let group: Arc<dyn ProcessGroup> = ctx.group.clone();
             let exchange = UlyssesHeads::new(group.clone(), sharding);
             let (own, ws) = (sharding.tokens(SEQ_LEN, group.rank()).len(), Workspace::new());
-            let run = |tensors: Vec<Tensor>, kinds: &[HeadKind], gathered| {
+            let run = |tensors: Vec<Tensor>, kinds: &[HeadKind], transfer| {
                 let heads = shape.heads();
-                let exchanged =
-                    ExchangedHeads { heads, kinds, seq_len: SEQ_LEN, gathered, is_backward: false };
+                let exchanged = ExchangedHeads { heads, kinds, seq_len: SEQ_LEN, transfer };
                 exchange.exchange(tensors, &exchanged, &ws)
             };
             let sent = || {
@@ -135,31 +129,26 @@ fn the_formula_counts_the_bytes_that_are_sent() {
             let mixed = [keys, keys, (4, 5), (4, 1), (4, shape.decays_per_head())];
             let mixed = mixed.map(|(heads, dim)| ws.alloc((BATCH, own, heads, dim)));
             let mixed = mixed.into_iter().collect::<Result<Vec<_>, _>>()?;
-            let mixed = run(mixed, &kinds, Gathered::Tokens)?;
+            let mixed = run(mixed, &kinds, HeadTransfer::Inputs)?;
             let out = ws.alloc(mixed[2].dims())?;
-            let out = run(vec![out], &kinds[2..3], Gathered::Heads)?;
+            let out = run(vec![out], &kinds[2..3], HeadTransfer::Output)?;
             let forward = sent();
-            run(out, &kinds[2..3], Gathered::Tokens)?;
-            run(mixed, &kinds, Gathered::Heads)?;
+            run(out, &kinds[2..3], HeadTransfer::OutputGradient)?;
+            run(mixed, &kinds, HeadTransfer::InputGradients)?;
             let backward = sent() - forward;
-            let volume =
-                ExchangeVolume::of_linear_attention(&shape, [BATCH, SEQ_LEN], sharding, group.rank());
+            let shard = SpShard { sharding, rank: group.rank(), batch: BATCH, seq_len: SEQ_LEN };
+            let volume = ExchangeVolume::of_linear_attention(&shape, shard);
             assert_eq!((volume.forward_elems, volume.backward_elems), (forward, backward), "{sharding:?}");
 
             // The channels of a convolution are heads of one element.
             let (conv, before) = (ShortConvConfig { channels: 7, taps: 3, bias: false }, sent());
             let value = [HeadKind::Value];
-            let exchanged = |gathered| ExchangedHeads {
-                heads: conv.heads(),
-                kinds: &value,
-                seq_len: SEQ_LEN,
-                gathered,
-                is_backward: false,
-            };
+            let exchanged =
+                |transfer| ExchangedHeads { heads: conv.heads(), kinds: &value, seq_len: SEQ_LEN, transfer };
             let x = vec![ws.alloc((BATCH, own, 7, 1))?];
-            let gated = exchange.exchange(x, &exchanged(Gathered::Tokens), &ws)?;
-            exchange.exchange(gated, &exchanged(Gathered::Heads), &ws)?;
-            let volume = ExchangeVolume::of_short_conv(&conv, [BATCH, SEQ_LEN], sharding, group.rank());
+            let gated = exchange.exchange(x, &exchanged(HeadTransfer::Inputs), &ws)?;
+            exchange.exchange(gated, &exchanged(HeadTransfer::Output), &ws)?;
+            let volume = ExchangeVolume::of_short_conv(&conv, shard);
             assert_eq!([volume.forward_elems, volume.backward_elems], [sent() - before; 2], "{sharding:?}");
             Ok::<_, LayerError>(())
         })

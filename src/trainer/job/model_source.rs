@@ -5,7 +5,6 @@ use crate::checkpoint::{MANIFEST, read_pointer, saved_steps};
 use crate::config::Config;
 use crate::engine::{EngineError, check_parameter_groups, layers_of_stages};
 use crate::estimate::{check_tensor_parallel, layers_of_tp_ranks, ulysses_limits};
-use crate::kernels::attention::grouped_heads;
 use crate::kernels::rope::Scaling;
 use crate::mesh::{SeqSharding, TrainingShape};
 use crate::model::{
@@ -200,21 +199,11 @@ pub fn check_exchange(
         )));
     }
     for layer in layers {
-        for chunk in layer.head_chunks(chunks) {
-            let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
-            let value_head_dim = layer.value_head_dim();
+        for chunk in layer.heads().chunks(chunks) {
             // Of the ring rank with the fewest tokens.
-            let of_ring_rank = seq_len / sharding.ring_size;
-            let shape = AttentionShape {
-                batch,
-                seq_len: of_ring_rank,
-                num_heads,
-                num_kv_heads,
-                head_dim,
-                value_head_dim,
-            };
-            let kv_heads = grouped_heads(num_heads, num_kv_heads);
-            let plan = ExchangePlan::new(shape, &kv_heads, sharding.ulysses_size, 0);
+            let tokens = seq_len / sharding.ring_size;
+            let shape = AttentionShape::new(&layer, chunk.num_heads(), batch, tokens);
+            let plan = ExchangePlan::grouped(shape, sharding.ulysses_size, 0);
             plan.map_err(|error| refusal(error.within(sharding, seq_len), config))?;
         }
     }
