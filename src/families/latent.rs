@@ -35,7 +35,7 @@ pub(super) fn read(
     let q_rank = file.optional_size("q_lora_rank")?;
     let mscale_all_dim = file.scaling_number(MSCALE)?.unwrap_or(0.0);
     let scaling = rope.map_or(Scaling::None, |rope| rope.scaling);
-    let scale = scale(file, scaling, (head_dim, mscale_all_dim))?;
+    let scale = scale(file, scaling, head_dim, mscale_all_dim)?;
     let mscale_all_dim = if scale.is_some() { mscale_all_dim } else { 0.0 };
     let latent = Some(LatentConfig { q_rank, kv_rank, rope_head_dim, value_head_dim, mscale_all_dim });
     Ok(AttentionConfig { head_dim, rope, scale, latent, ..heads })
@@ -45,7 +45,8 @@ pub(super) fn read(
 fn scale(
     file: &HfConfig<'_>,
     scaling: Scaling,
-    (head_dim, mscale_all_dim): (usize, f64),
+    head_dim: usize,
+    mscale_all_dim: f64,
 ) -> Result<Option<f64>, ModelError> {
     match scaling {
         _ if mscale_all_dim == 0.0 => Ok(None),

@@ -91,6 +91,11 @@ impl Branch {
         BranchInput { branch: self, x }
     }
 
+    /// Whether its module is [called alone](Self::around_module_alone).
+    pub fn is_around_module_alone(&self) -> bool {
+        self.residual == Residual::AfterModule
+    }
+
     /// A module alone behind the same norm: beside that of another branch, of which the sum has both.
     #[must_use]
     pub fn module_beside(&self) -> Self {

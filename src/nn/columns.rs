@@ -1,8 +1,9 @@
 //! Columns of tensors: some elements of the last dimension, in every row.
 
-use super::{ForwardPass, LayerError};
+use super::LayerError;
 use candle_core::Tensor;
 use std::ops::Range;
+use ulysses_kernels::Workspace;
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 
 /// Some columns of a tensor, which is the one with this index.
@@ -37,31 +38,31 @@ pub(super) fn copy(from: StridedBlock, to: StridedBlock) -> BlockCopy {
 ///
 /// # Shapes
 /// `[…, width]` → `[…, width / parts]`.
-pub(super) fn split(joint: Tensor, parts: usize, pass: &ForwardPass<'_>) -> Result<Vec<Tensor>, LayerError> {
+pub(super) fn split(joint: Tensor, parts: usize, ws: &Workspace) -> Result<Vec<Tensor>, LayerError> {
     if parts == 1 {
         return Ok(vec![joint]);
     }
     let mut dims = joint.dims().to_vec();
     dims[joint.rank() - 1] /= parts;
-    let split = (0..parts).map(|_| pass.workspace().alloc(dims.clone()));
+    let split = (0..parts).map(|_| ws.alloc(dims.clone()));
     let split = split.collect::<Result<Vec<_>, _>>()?;
     let copies: Vec<_> = parts_of(&joint, &split).map(|(part, within)| copy(within, part)).collect();
     copy_blocks(&[&joint], &split.iter().collect::<Vec<_>>(), &copies)?;
-    pass.recycle([joint]);
+    ws.recycle(joint);
     Ok(split)
 }
 
 /// The inverse of [`split`].
-pub(super) fn join(mut parts: Vec<Tensor>, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+pub(super) fn join(mut parts: Vec<Tensor>, ws: &Workspace) -> Result<Tensor, LayerError> {
     if parts.len() == 1 {
         return Ok(parts.remove(0));
     }
     let mut dims = parts[0].dims().to_vec();
     dims[parts[0].rank() - 1] *= parts.len();
-    let joint = pass.workspace().alloc(dims)?;
+    let joint = ws.alloc(dims)?;
     let copies: Vec<_> = parts_of(&joint, &parts).map(|(part, within)| copy(part, within)).collect();
     copy_blocks(&parts.iter().collect::<Vec<_>>(), &[&joint], &copies)?;
-    pass.recycle(parts);
+    parts.into_iter().for_each(|part| ws.recycle(part));
     Ok(joint)
 }
 

@@ -177,6 +177,11 @@ pub enum LayerError {
 }
 
 impl LayerError {
+    /// A layer called `layer` got the saved state of another kind of layer.
+    pub(crate) fn foreign_state(layer: &str) -> Self {
+        Self::ForeignSavedState { layer: layer.to_owned() }
+    }
+
     /// A layer got `got` instead of `expected` parameters.
     pub(crate) fn parameter_count(layer: &str, expected: usize, got: usize) -> Self {
         Self::ParameterCount { layer: layer.to_owned(), expected, got }

@@ -132,6 +132,11 @@ pub(super) fn scaled(ranges: &[Range<usize>], factor: usize) -> Vec<Range<usize>
     ranges.iter().map(|range| scaled_range(range, factor)).collect()
 }
 
+/// One range for each rank, as lists of ranges.
+pub(super) fn one_each(ranks: &[Range<usize>]) -> Vec<Vec<Range<usize>>> {
+    ranks.iter().map(|own| vec![own.clone()]).collect()
+}
+
 fn scaled_range(range: &Range<usize>, factor: usize) -> Range<usize> {
     range.start * factor..range.end * factor
 }

@@ -35,10 +35,7 @@ impl Saved {
     /// # Errors
     /// State of another kind of layer.
     pub fn downcast<T: Any + Send>(self, layer: &str) -> Result<T, LayerError> {
-        match self.state.downcast() {
-            Ok(state) => Ok(*state),
-            Err(_) => Err(LayerError::ForeignSavedState { layer: layer.to_owned() }),
-        }
+        self.state.downcast::<T>().map(|state| *state).map_err(|_| LayerError::foreign_state(layer))
     }
 }
 
@@ -150,8 +147,7 @@ pub trait Layer: Send + Sync {
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, LayerError> {
-        let foreign = || LayerError::ForeignSavedState { layer: self.name().to_owned() };
-        let x = checkpoint.into_iter().next().ok_or_else(foreign)?;
+        let x = checkpoint.into_iter().next().ok_or_else(|| LayerError::foreign_state(self.name()))?;
         let (y, saved) = self.forward(params, &x, ctx)?;
         let dx = self.backward(params, saved, dy, grads, ctx)?;
         ctx.workspace().recycle(y);

@@ -1,5 +1,6 @@
 //! RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450).
 
+use super::heads::one_each;
 use super::tensor_parallel::are_shared;
 use super::{
     BackwardPass, ForwardPass, Init, LayerError, Parameter, ParameterList, add_bias, add_bias_gradient,
@@ -138,8 +139,7 @@ impl Norm {
         let is_shared = are_shared(ranks);
         let elements = if is_shared { own.clone() } else { 0..own.len() };
         if !is_shared {
-            let of_ranks = ranks.iter().map(|own| vec![own.clone()]).collect();
-            parameters.shard(weight, 0, of_ranks, rank);
+            parameters.shard(weight, 0, one_each(ranks), rank);
         }
         let width = ranks.iter().map(|own| own.end).max().unwrap_or_default();
         self.elements = Some(elements);

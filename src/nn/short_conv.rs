@@ -10,6 +10,7 @@
 //! sequence's ranks is the whole.
 
 use super::causal_conv::CausalConv;
+use super::heads::one_each;
 use super::shard::{ExtendedTokens, Reach};
 use super::{
     BackwardPass, BranchGradients, BranchInput, ForwardPass, GroupNames, HeadDivision, HeadTransfer, Heads,
@@ -112,8 +113,7 @@ impl ShortConv {
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
         let (shape, Heads { q: own, .. }) = self.shape.divided(parameters.layer(), tp)?;
         Linear::divide_outputs(parameters, self.input.each_mut(), [&own[..]; 3], tp.rank);
-        let channels: Vec<_> = own.iter().map(|own| vec![own.clone()]).collect();
-        self.conv.divide(parameters, &channels, tp.rank);
+        self.conv.divide(parameters, &one_each(&own), tp.rank);
         self.out.divide_inputs(parameters, &own, tp.rank);
         self.shape = shape;
         Ok(())

@@ -8,8 +8,8 @@ use super::{
     AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, BranchGradients,
     BranchInput, ForwardPass, LatentAttention, LatentAttentionSaved, LayerError, LinearAttention,
     LinearAttentionConfig, LinearAttentionProjections, LinearAttentionSaved, Mlp, MlpConfig, MlpProjections,
-    MlpSaved, ModuleWeights, NormConfig, NumHeads, ParameterList, Saves, SelfAttention, ShortConv,
-    ShortConvConfig, ShortConvSaved, TensorRank,
+    MlpSaved, ModuleWeights, NormConfig, NumHeads, ParameterList, SelfAttention, ShortConv, ShortConvConfig,
+    ShortConvSaved, TensorRank,
 };
 use candle_core::Tensor;
 
@@ -250,33 +250,32 @@ impl TokenMixer {
         kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        let saves = kept.saves();
+        let (saves, is_kept) = (kept.saves(), kept.is_state());
         let mut keep = |saved| kept.keep(saved, pass);
-        match self {
+        let (y, saved) = match self {
             Self::Attention(attention) => {
-                attention.forward(input, saves, |saved| keep(MixerSaved::Attention(saved)), pass)
+                let keep = |saved| keep(MixerSaved::Attention(saved));
+                return attention.forward(input, saves, keep, pass);
             }
             Self::LatentAttention(latent) => {
                 let (y, saved) = latent.forward(input, saves, pass)?;
-                keep(MixerSaved::LatentAttention(saved));
-                Ok(y)
+                (y, Some(MixerSaved::LatentAttention(saved)))
             }
             Self::LinearAttention(linear) => {
-                let (y, saved) = linear.forward(input, saves == Saves::Whole, pass)?;
-                saved.into_iter().for_each(|saved| keep(MixerSaved::LinearAttention(saved)));
-                Ok(y)
+                let (y, saved) = linear.forward(input, is_kept, pass)?;
+                (y, saved.map(MixerSaved::LinearAttention))
             }
             Self::ShortConv(conv) => {
-                let (y, saved) = conv.forward(input, saves == Saves::Whole, pass)?;
-                saved.into_iter().for_each(|saved| keep(MixerSaved::ShortConv(saved)));
-                Ok(y)
+                let (y, saved) = conv.forward(input, is_kept, pass)?;
+                (y, saved.map(MixerSaved::ShortConv))
             }
             Self::Mlp(mlp) => {
-                let (y, saved) = mlp.forward(input, saves == Saves::Whole, pass)?;
-                saved.into_iter().for_each(|saved| keep(MixerSaved::Mlp(saved)));
-                Ok(y)
+                let (y, saved) = mlp.forward(input, is_kept, pass)?;
+                (y, saved.map(MixerSaved::Mlp))
             }
-        }
+        };
+        saved.into_iter().for_each(keep);
+        Ok(y)
     }
 
     /// Backward of [`forward`](Self::forward), from all that it saved; an attention or an MLP recomputes what is missing.
@@ -290,33 +289,29 @@ impl TokenMixer {
         gradients: BranchGradients<'_>,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
-        let foreign = || LayerError::ForeignSavedState { layer: pass.forward.layer.to_owned() };
-        match self {
-            Self::Attention(attention) => {
-                let chunks = saved.into_iter().map(|saved| match saved {
-                    MixerSaved::Attention(saved) => Ok(saved),
-                    _ => Err(foreign()),
-                });
-                let chunks = chunks.collect::<Result<_, _>>()?;
-                attention.backward(input, chunks, gradients, pass)
+        let foreign = || LayerError::foreign_state(pass.forward.layer);
+        if let Self::Attention(attention) = self {
+            let chunks = saved.into_iter().map(|saved| match saved {
+                MixerSaved::Attention(saved) => Ok(saved),
+                _ => Err(foreign()),
+            });
+            return attention.backward(input, chunks.collect::<Result<_, _>>()?, gradients, pass);
+        }
+        match (self, saved.into_iter().next()) {
+            (Self::LatentAttention(latent), Some(MixerSaved::LatentAttention(saved))) => {
+                latent.backward(input, saved, gradients, pass)
             }
-            Self::LatentAttention(latent) => match saved.into_iter().next() {
-                Some(MixerSaved::LatentAttention(saved)) => latent.backward(input, saved, gradients, pass),
-                _ => Err(foreign()),
-            },
-            Self::LinearAttention(linear) => match saved.into_iter().next() {
-                Some(MixerSaved::LinearAttention(saved)) => linear.backward(input, saved, gradients, pass),
-                _ => Err(foreign()),
-            },
-            Self::ShortConv(conv) => match saved.into_iter().next() {
-                Some(MixerSaved::ShortConv(saved)) => conv.backward(input, saved, gradients, pass),
-                _ => Err(foreign()),
-            },
-            Self::Mlp(mlp) => match saved.into_iter().next() {
-                None => mlp.backward(input, None, gradients.dx, pass),
-                Some(MixerSaved::Mlp(saved)) => mlp.backward(input, Some(saved), gradients.dx, pass),
-                Some(_) => Err(foreign()),
-            },
+            (Self::LinearAttention(linear), Some(MixerSaved::LinearAttention(saved))) => {
+                linear.backward(input, saved, gradients, pass)
+            }
+            (Self::ShortConv(conv), Some(MixerSaved::ShortConv(saved))) => {
+                conv.backward(input, saved, gradients, pass)
+            }
+            (Self::Mlp(mlp), None) => mlp.backward(input, None, gradients.dx, pass),
+            (Self::Mlp(mlp), Some(MixerSaved::Mlp(saved))) => {
+                mlp.backward(input, Some(saved), gradients.dx, pass)
+            }
+            _ => Err(foreign()),
         }
     }
 }
@@ -336,21 +331,13 @@ impl MixerSaved {
     /// The tensors that a checkpoint with outputs has. Recycles the others.
     pub fn into_checkpoint(self, pass: &ForwardPass<'_>) -> Vec<Tensor> {
         match self {
-            Self::Attention(saved) => saved.into_checkpoint(pass).into(),
-            Self::LatentAttention(saved) => saved.into_checkpoint(pass).into(),
-            Self::LinearAttention(saved) => {
-                saved.recycle(pass);
-                Vec::new()
-            }
-            Self::ShortConv(saved) => {
-                saved.recycle(pass);
-                Vec::new()
-            }
-            Self::Mlp(saved) => {
-                saved.recycle(pass);
-                Vec::new()
-            }
+            Self::Attention(saved) => return saved.into_checkpoint(pass).into(),
+            Self::LatentAttention(saved) => return saved.into_checkpoint(pass).into(),
+            Self::LinearAttention(saved) => saved.recycle(pass),
+            Self::ShortConv(saved) => saved.recycle(pass),
+            Self::Mlp(saved) => saved.recycle(pass),
         }
+        Vec::new()
     }
 
     /// Recycles all tensors.

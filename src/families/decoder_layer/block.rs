@@ -72,7 +72,7 @@ impl SavedBlock {
 
 /// The error of saved state that is not that of the layer.
 pub(super) fn foreign(pass: &ForwardPass<'_>) -> LayerError {
-    LayerError::ForeignSavedState { layer: pass.layer.to_owned() }
+    LayerError::foreign_state(pass.layer)
 }
 
 impl<B: Block> Layer for B {

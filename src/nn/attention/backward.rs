@@ -2,14 +2,14 @@
 
 use super::chunk_pipeline::run_chunks;
 use super::output_gate::{self, GatedOutput};
-use super::saved::{AttentionSaved, ChunkState, HeadNorms, QkvHeads, shares_output};
+use super::saved::{AttentionSaved, ChunkState, HeadNorms, QkvHeads, delta, release_output};
 use super::{SelfAttention, trim_after_chunks};
 use crate::nn::{
     BackwardPass, BranchGradients, BranchInput, HeadRanges, LayerError, columns, token_dims, token_rows,
 };
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::attention::{self, AttentionLayout, QkvGradients, Returning, SavedAttention, Upstream};
+use ulysses_kernels::attention::{AttentionLayout, QkvGradients, Returning, SavedAttention, Upstream};
 use ulysses_kernels::rope::Direction;
 use ulysses_kernels::strided_copy;
 
@@ -107,7 +107,7 @@ impl AttentionBackward<'_> {
         let (ws, layout) = (forward.workspace(), self.layout(chunk)?);
         let (dout, gated) = self.dout(chunk, gate)?;
         let dgate = self.backward_output(chunk, &out, gated)?;
-        self.release(out, &inner);
+        release_output(out, &inner, forward);
         let attend = forward.ctx.attention().start_backward(&dout, &layout, ws)?;
         Ok(Box::new(move || {
             let dqkv = attend(inner)?;
@@ -128,10 +128,7 @@ impl AttentionBackward<'_> {
         let (ws, layout) = (forward.workspace(), self.layout(chunk)?);
         let (dout, gated) = self.dout(chunk, gate)?;
         let dgate = self.backward_output(chunk, &out, gated)?;
-        let (batch, tokens, heads, _) = out.dims4()?;
-        let delta = ws.alloc_f32((batch, heads, tokens))?;
-        attention::delta(&out, &dout, &delta)?;
-        ws.recycle(out);
+        let delta = delta(out, &dout, forward)?;
         let QkvHeads { q, k, v, norms, gate } = self.project_heads(chunk)?;
         forward.recycle(gate);
         let upstream = Upstream { dout: &dout, lse: &lse, delta: &delta };
@@ -159,7 +156,7 @@ impl AttentionBackward<'_> {
                 // The output may share memory with the state that the backward pass consumes.
                 Returning::Ready(out) => {
                     let dgate = self.backward_output(&chunk, &out, gated)?;
-                    self.release(out, &inner);
+                    release_output(out, &inner, &self.pass.forward);
                     (None, dgate)
                 }
                 out => {
@@ -193,7 +190,7 @@ impl AttentionBackward<'_> {
         module.rotate([&dq, &dk], Direction::Backward, &pass.forward)?;
         let dq = module.q.backward_norm(dq, q_norm, pass)?;
         let dq = match dgate {
-            Some(dgate) => columns::join(vec![dq, dgate], &pass.forward)?,
+            Some(dgate) => columns::join(vec![dq, dgate], pass.forward.workspace())?,
             None => dq,
         };
         let dk = module.k.backward_norm(dk, k_norm, pass)?;
@@ -235,15 +232,6 @@ impl AttentionBackward<'_> {
         let output = output_gate::apply(&gated.gate, out, forward)?;
         self.add_o_gradient(chunk, &output)?;
         Ok(Some(gated.dgate(out, output, forward)?))
-    }
-
-    /// Recycles an output, unless the attention state has the same tensor: the attention may free that one, so
-    /// nobody else must hold it.
-    fn release(&self, out: Tensor, inner: &SavedAttention) {
-        match shares_output(inner, &out) {
-            true => drop(out),
-            false => self.pass.forward.recycle([out]),
-        }
     }
 
     /// Adds to the gradients of a chunk's rows of the weights, and to `dnormed`, or overwrites

@@ -111,7 +111,7 @@ impl SelfAttention {
             rows.forward(normed, &token_rows(&joint, tile)?, false, pass.workspace())
         };
         input.for_each_tile(&rstd, project, pass)?;
-        let mut parts = columns::split(joint, 2, pass)?;
+        let mut parts = columns::split(joint, 2, pass.workspace())?;
         let gate = parts.pop();
         pass.recycle(parts.into_iter().chain([rstd]));
         Ok(gate)
@@ -136,7 +136,8 @@ impl SelfAttention {
             })
         };
         input.for_each_tile(rstd, project, pass)?;
-        let mut parts = columns::split(q, if self.shape.output_gate { 2 } else { 1 }, pass)?.into_iter();
+        let mut parts =
+            columns::split(q, if self.shape.output_gate { 2 } else { 1 }, pass.workspace())?.into_iter();
         let (q, gate) = (parts.next().unwrap_or_else(|| unreachable!("one part or two")), parts.next());
         let (q, q_norm) = self.q.normalize(q, pass)?;
         let (k, k_norm) = self.k.normalize(k, pass)?;

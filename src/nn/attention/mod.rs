@@ -17,12 +17,12 @@ mod saved;
 pub use latent::LatentConfig;
 pub use projections::{AttentionProjections, QkvNames};
 pub use saved::{AttentionSaved, Saves};
-pub(super) use saved::{ChunkState, ReturningChunk, shares_output};
+pub(super) use saved::{ChunkState, ReturningChunk, delta, release_output};
 
 use super::{
     AttentionExtent, AttentionMask, BackwardPass, ForwardPass, GroupNames, HeadDivision, HeadRanges, Heads,
     LayerError, Linear, ModuleWeights, Norm, NormConfig, NumHeads, Parameter, ParameterList, TensorRank,
-    heads::scaled,
+    heads::{one_each, scaled},
 };
 use candle_core::Tensor;
 use head_projection::{HeadNorm, HeadProjection};
@@ -276,7 +276,7 @@ impl SelfAttention {
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
         let (shape, Heads { q, kv }) = self.shape.divided(parameters.layer(), tp)?;
         if let Some(sinks) = self.sinks {
-            parameters.shard(sinks, 0, q.iter().map(|heads| vec![heads.clone()]).collect(), tp.rank);
+            parameters.shard(sinks, 0, one_each(&q), tp.rank);
         }
         let q_outputs = scaled(&q, shape.q_outputs_per_head());
         let [q, kv] = [q, kv].map(|heads| scaled(&heads, shape.head_dim));

@@ -3,7 +3,7 @@
 use super::head_projection::SavedHeadNorm;
 use crate::nn::{ForwardPass, LayerError};
 use candle_core::Tensor;
-use ulysses_kernels::attention::{Returning, SavedAttention};
+use ulysses_kernels::attention::{self, Returning, SavedAttention};
 
 /// Queries, keys, values and gate of one head chunk, with the state of the norms over heads.
 pub(super) struct QkvHeads {
@@ -149,7 +149,23 @@ impl AttentionSaved {
     }
 }
 
+/// Recycles an output, unless the attention state has the same tensor: the attention may free that one, so nobody else must hold it.
+pub(in crate::nn) fn release_output(out: Tensor, inner: &SavedAttention, pass: &ForwardPass<'_>) {
+    if !shares_output(inner, &out) {
+        pass.recycle([out]);
+    }
+}
+
+/// `delta` of a saved output, which is recycled, and its gradient.
+pub(in crate::nn) fn delta(out: Tensor, dout: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+    let (batch, tokens, heads, _) = out.dims4()?;
+    let delta = pass.workspace().alloc_f32((batch, heads, tokens))?;
+    attention::delta(&out, dout, &delta)?;
+    pass.recycle([out]);
+    Ok(delta)
+}
+
 /// Returns whether the attention saved the same tensor that it returned, as it does without sequence parallelism.
-pub(in crate::nn) fn shares_output(inner: &SavedAttention, out: &Tensor) -> bool {
+fn shares_output(inner: &SavedAttention, out: &Tensor) -> bool {
     out.id() == inner.o.id()
 }

@@ -2,11 +2,11 @@
 
 use super::forward::Projected;
 use super::{LatentAttention, LatentAttentionSaved};
-use crate::nn::attention::{ChunkState, shares_output};
+use crate::nn::attention::{ChunkState, delta, release_output};
 use crate::nn::projection;
 use crate::nn::{AttentionSaved, BackwardPass, BranchGradients, BranchInput, LayerError};
 use candle_core::Tensor;
-use ulysses_kernels::attention::{self, QkvGradients, Upstream};
+use ulysses_kernels::attention::{QkvGradients, Upstream};
 use ulysses_kernels::rope::Direction;
 
 impl LatentAttention {
@@ -41,19 +41,12 @@ impl LatentAttention {
         self.o.backward_input(dy, &dout.flatten_from(2)?, false, forward)?;
         let result = match (saved, latents) {
             (AttentionSaved { state: ChunkState::Whole { inner, out, .. }, .. }, Some(latents)) => {
-                // The attention may free the output, if it is the state's.
-                match shares_output(&inner, &out) {
-                    true => drop(out),
-                    false => ws.recycle(out),
-                }
+                release_output(out, &inner, forward);
                 (attention.backward(inner, &dout, &layout, ws)?, latents)
             }
             (saved, _) => {
                 let [out, lse] = saved.into_checkpoint(forward);
-                let (batch, tokens, heads, _) = out.dims4()?;
-                let delta = ws.alloc_f32((batch, heads, tokens))?;
-                attention::delta(&out, &dout, &delta)?;
-                ws.recycle(out);
+                let delta = delta(out, &dout, forward)?;
                 let Projected { q, k, v, latents } = self.project(input, forward)?;
                 let upstream = Upstream { dout: &dout, lse: &lse, delta: &delta };
                 let gradients = attention.backward_recomputed(q, k, v, &upstream, &layout, ws)?;

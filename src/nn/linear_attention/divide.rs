@@ -2,7 +2,7 @@
 
 use super::mixed::Mixed;
 use super::{LinearAttention, LinearAttentionConfig};
-use crate::nn::heads::scaled;
+use crate::nn::heads::{one_each, scaled};
 use crate::nn::projection::Projection;
 use crate::nn::tensor_parallel::are_shared;
 use crate::nn::{HeadDivision, Heads, LayerError, Linear, NumHeads, ParameterList, TensorRank};
@@ -53,12 +53,9 @@ impl LinearAttention {
         self.out.divide_inputs(parameters, &of_values, tp.rank);
 
         self.divide_convolutions(parameters, [&of_keys, &of_keys, &of_values], tp);
-        let shard = |parameters: &mut ParameterList, parameter, dim, of_ranks: &[Range<usize>]| {
-            parameters.shard(parameter, dim, of_ranks.iter().map(|own| vec![own.clone()]).collect(), tp.rank);
-        };
-        shard(parameters, self.dt_bias, 0, &of_decays);
-        shard(parameters, self.a_log, self.a_log_dim(), values);
-        self.rule.skip().into_iter().for_each(|skip| shard(parameters, skip, 0, values));
+        parameters.shard(self.dt_bias, 0, one_each(&of_decays), tp.rank);
+        parameters.shard(self.a_log, self.a_log_dim(), one_each(values), tp.rank);
+        self.rule.skip().into_iter().for_each(|skip| parameters.shard(skip, 0, one_each(values), tp.rank));
         self.norm.divide(parameters, keys, &of_values, tp)?;
         self.shape = shape;
         Ok(())
@@ -80,8 +77,7 @@ impl LinearAttention {
         let own = channels(tp.rank);
         if !self.convs[0].is_same(&self.convs[1]) {
             for (conv, of_ranks) in self.convs.iter().zip(parts) {
-                let of_ranks: Vec<_> = of_ranks.iter().map(|own| vec![own.clone()]).collect();
-                conv.divide(parameters, &of_ranks, tp.rank);
+                conv.divide(parameters, &one_each(of_ranks), tp.rank);
             }
             self.channels = own.map(|own| 0..own.len());
         } else if are_shared(parts[0]) {

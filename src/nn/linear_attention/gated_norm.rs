@@ -80,14 +80,14 @@ impl GatedNorm {
             }
             Self::OfGroups(norms) => {
                 glu::forward(Silu, z, out, &gated)?;
-                let inner = columns::split(gated, norms.len(), pass)?;
+                let inner = columns::split(gated, norms.len(), ws)?;
                 let (mut normed, mut rstds) = (Vec::new(), Vec::new());
                 for (norm, group) in norms.iter().zip(&inner) {
                     let rstd = ws.alloc_f32(group.dims()[0])?;
                     normed.push(norm.forward(group, &rstd, pass)?);
                     rstds.push(rstd);
                 }
-                Ok(Gated { rows: columns::join(normed, pass)?, inner, rstds })
+                Ok(Gated { rows: columns::join(normed, ws)?, inner, rstds })
             }
         }
     }
@@ -115,14 +115,15 @@ impl GatedNorm {
                 forward.recycle([dgated_rows]);
             }
             Self::OfGroups(norms) => {
-                let (dnormed, mut dgroups) = (columns::split(dgated_rows, norms.len(), forward)?, Vec::new());
+                let (dnormed, mut dgroups) =
+                    (columns::split(dgated_rows, norms.len(), forward.workspace())?, Vec::new());
                 for (((norm, dy), x), rstd) in norms.iter().zip(&dnormed).zip(&gated.inner).zip(&gated.rstds)
                 {
                     let dx = forward.workspace().alloc(x.dims())?;
                     norm.backward(dy, x, rstd, &dx, false, pass)?;
                     dgroups.push(dx);
                 }
-                let dproduct = columns::join(dgroups, forward)?;
+                let dproduct = columns::join(dgroups, forward.workspace())?;
                 glu::backward(Silu, &dproduct, z, out, dz, dout)?;
                 forward.recycle(dnormed);
                 forward.recycle([dproduct]);

@@ -130,6 +130,6 @@ fn saved_chunk(
     checkpoint: &mut impl Iterator<Item = Tensor>,
     pass: &ForwardPass<'_>,
 ) -> Result<[Tensor; 2], LayerError> {
-    let foreign = || LayerError::ForeignSavedState { layer: pass.layer.to_owned() };
-    checkpoint.next().zip(checkpoint.next()).map(<[Tensor; 2]>::from).ok_or_else(foreign)
+    let tensors = checkpoint.next().zip(checkpoint.next()).map(<[Tensor; 2]>::from);
+    tensors.ok_or_else(|| LayerError::foreign_state(pass.layer))
 }
