@@ -1,38 +1,48 @@
-//! A branch around a module that the ranks of tp divide.
+//! A branch around a module that the ranks of tp may divide: then it is called alone.
 //!
 //! Norms and residual stream have some tokens per rank. Around a module, tokens are gathered, and its outputs, which are
 //! partial sums, summed and scattered: the same bytes as an all-reduce of whole activations (arXiv 2205.05198, section 4.2.2).
 
-use crate::nn::{BackwardPass, BranchGradients, BranchInput, ForwardPass, LayerError, recycle_unless};
+use crate::nn::{
+    BackwardPass, Branch, BranchGradients, BranchInput, ForwardPass, LayerError, recycle_unless,
+};
 use candle_core::Tensor;
 
-/// The output of a branch's module, summed, for this rank's tokens.
+/// The output of a branch's module, for this rank's tokens; summed if ranks divide the module.
 pub(super) fn run<T>(
     input: BranchInput<'_>,
-    module: impl FnOnce(&Tensor) -> Result<(Tensor, T), LayerError>,
+    module: impl FnOnce(BranchInput<'_>) -> Result<(Tensor, T), LayerError>,
     pass: &ForwardPass<'_>,
 ) -> Result<(Tensor, T), LayerError> {
+    if !input.branch.is_around_module_alone() {
+        return module(input);
+    }
     let exchange = pass.ctx.token_exchange(pass.layer)?;
     let input = gather_input(input, pass)?;
-    let (partial, saved) = module(&input)?;
+    let (partial, saved) = module(Branch::module_alone().input(&input))?;
     let output = exchange.reduce_scatter(&partial)?;
     pass.recycle([input, partial]);
     Ok((output, saved))
 }
 
-/// Backward of [`run`]. `module` turns the gradient of its output into that of its input.
+/// Backward of [`run`].
 pub(super) fn run_backward(
     input: BranchInput<'_>,
-    BranchGradients { dy, dx }: BranchGradients<'_>,
-    module: impl FnOnce(&Tensor, &Tensor) -> Result<(), LayerError>,
+    gradients: BranchGradients<'_>,
+    module: impl FnOnce(BranchInput<'_>, BranchGradients<'_>) -> Result<(), LayerError>,
     pass: &BackwardPass<'_>,
 ) -> Result<(), LayerError> {
+    if !input.branch.is_around_module_alone() {
+        return module(input, gradients);
+    }
     let forward = &pass.forward;
     let exchange = forward.ctx.token_exchange(forward.layer)?;
     let gathered = GatheredInput::new(input, forward)?;
-    let gradient = exchange.all_gather(dy, forward.ctx.seq_len_local())?;
-    module(&gathered.all, &gradient)?;
-    gathered.backward(input, &gradient, dx, pass)?;
+    let gradient = exchange.all_gather(gradients.dy, forward.ctx.seq_len_local())?;
+    // The module turns the gradient of its output into that of its input.
+    let of_module = BranchGradients { dy: &gradient, dx: &gradient };
+    module(Branch::module_alone().input(&gathered.all), of_module)?;
+    gathered.backward(input, &gradient, gradients.dx, pass)?;
     forward.recycle([gradient]);
     Ok(())
 }

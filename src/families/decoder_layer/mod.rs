@@ -1,7 +1,6 @@
 //! The decoder block.
 
 mod block;
-mod divided;
 mod divided_branch;
 mod parallel;
 mod single_branch;
@@ -11,14 +10,13 @@ pub use single_branch::SingleBranchLayer;
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionProjections, BackwardPass, Branch, BranchGradients, BranchNorms, DeltaNetProjections,
-    ForwardPass, Init, Layer, LayerError, LinearAttentionProjections, MixerConfig, MixerKept, MixerParts,
-    Mlp, MlpConfig, MlpProjections, ModuleWeights, Parameter, ParameterList, TensorRank, TokenMixer,
-    WeightLayout, WeightSpec, recycle_unless,
+    AttentionProjections, BackwardPass, Branch, BranchGradients, BranchInput, BranchNorms,
+    DeltaNetProjections, ForwardPass, Init, Layer, LayerError, LinearAttentionProjections, MixerConfig,
+    MixerKept, MixerParts, Mlp, MlpConfig, MlpProjections, MlpSaved, ModuleWeights, Parameter, ParameterList,
+    TensorRank, TokenMixer, WeightLayout, WeightSpec, recycle_unless,
 };
 use block::{Block, BlockOutputs, SavedBlock, foreign};
 use candle_core::Tensor;
-use divided::DividedDecoder;
 use ulysses_kernels::elementwise;
 use ulysses_kernels::glu::Activation;
 
@@ -31,6 +29,8 @@ use ulysses_kernels::glu::Activation;
 ///
 /// [`Llama`](DecoderParts::LLAMA) (arXiv 2302.13971) has the inner norms only, and a multiplier of 1. Families choose their
 /// [`DecoderParts`].
+///
+/// On a rank of tp both modules are parts, which are [called alone](Branch::around_module_alone), and the branches have some of the tokens.
 ///
 /// [`Tiling`](crate::nn::Tiling) limits memory: the MLP runs in tiles of tokens, the attention in head chunks.
 #[derive(Debug)]
@@ -160,14 +160,15 @@ impl DecoderLayer {
         Self { parameters, attention_branch, mixer, mlp_branch, mlp, scalar }
     }
 
-    /// The input of the MLP; the same tensor as the attention's output if that has `x`.
-    fn mid(
+    /// The output of the MLP, with its state if `keep`. It has joined its branch, unless ranks of tp divide it.
+    fn run_mlp(
         &self,
-        x: &Tensor,
-        attention_output: &Tensor,
+        mid: &Tensor,
+        keep: bool,
         pass: &ForwardPass<'_>,
-    ) -> Result<Tensor, LayerError> {
-        self.attention_branch.join(x, attention_output, pass)
+    ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
+        let run = |input: BranchInput<'_>| self.mlp.forward(input, keep, pass);
+        divided_branch::run(self.mlp_branch.input(mid), run, pass)
     }
 
     /// Multiplies the result of the layer, or its gradient, by the constant factor, if there is one.
@@ -188,8 +189,12 @@ impl Block for DecoderLayer {
         &self.mixer
     }
 
-    fn divide(self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
-        Ok(Box::new(DividedDecoder::new(self, tp)?))
+    fn divide(mut self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
+        self.mixer.divide(&mut self.parameters, tp)?;
+        self.mlp.divide(&mut self.parameters, tp)?;
+        self.attention_branch = self.attention_branch.around_module_alone();
+        self.mlp_branch = self.mlp_branch.around_module_alone();
+        Ok(Box::new(self))
     }
 
     fn run(
@@ -198,12 +203,22 @@ impl Block for DecoderLayer {
         kept: &mut MixerKept,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
-        let output = self.mixer.forward(self.attention_branch.input(x), kept, pass)?;
-        let mid = self.mid(x, &output, pass)?;
-        let (y, mlp_state) = self.mlp.forward(self.mlp_branch.input(&mid), kept.is_state(), pass)?;
+        let Self { attention_branch, mixer, mlp_branch, .. } = self;
+        let attend = |input: BranchInput<'_>| Ok((mixer.forward(input, kept, pass)?, ()));
+        let output = divided_branch::run(attention_branch.input(x), attend, pass)?.0;
+        let mid = attention_branch.join(x, &output, pass)?;
+        let (mut y, mlp_state) = self.run_mlp(&mid, kept.is_state(), pass)?;
+        let mut mlp = None;
+        if mlp_branch.is_around_module_alone() {
+            let joined = mlp_branch.join(&mid, &y, pass)?;
+            mlp = Some(std::mem::replace(&mut y, joined));
+        }
+        if !mlp_branch.needs_output() {
+            pass.recycle(mlp.take());
+        }
         recycle_unless(mid, &output, pass);
         self.multiply(&y, pass)?;
-        Ok((y, BlockOutputs { mixer: Some(output), mlp_state, mlp: None }))
+        Ok((y, BlockOutputs { mixer: Some(output), mlp_state, mlp }))
     }
 
     fn recompute(
@@ -212,31 +227,55 @@ impl Block for DecoderLayer {
         kept: &mut impl Iterator<Item = Tensor>,
         pass: &ForwardPass<'_>,
     ) -> Result<SavedBlock, LayerError> {
-        let (output, mixer) = match self.mixer.checkpoint_has_output(pass.ctx) {
+        let Self { attention_branch, mixer, mlp_branch, .. } = self;
+        let (output, mixer) = match mixer.checkpoint_has_output(pass.ctx) {
             true => (kept.next().ok_or_else(|| foreign(pass))?, Vec::new()),
-            false => self.mixer.recompute(self.attention_branch.input(&x), kept, pass)?,
+            false => {
+                let recompute = |input: BranchInput<'_>| mixer.recompute(input, kept, pass);
+                divided_branch::run(attention_branch.input(&x), recompute, pass)?
+            }
         };
-        Ok(SavedBlock { x, mixer, outputs: BlockOutputs { mixer: Some(output), ..BlockOutputs::default() } })
+        let mut mlp = None;
+        if mlp_branch.is_around_module_alone() && mlp_branch.needs_output() {
+            let mid = attention_branch.join(&x, &output, pass)?;
+            mlp = Some(self.run_mlp(&mid, false, pass)?.0);
+            pass.recycle([mid]);
+        }
+        Ok(SavedBlock { x, mixer, outputs: BlockOutputs { mixer: Some(output), mlp_state: None, mlp } })
     }
 
     fn run_backward(
         &self,
-        SavedBlock { x, mixer, outputs }: SavedBlock,
+        SavedBlock { x, mixer: saved, outputs }: SavedBlock,
         dy: Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
+        let Self { attention_branch, mixer, mlp_branch, mlp, .. } = self;
         let forward = &pass.forward;
-        let output = outputs.mixer.ok_or_else(|| foreign(forward))?;
+        let BlockOutputs { mixer: output, mlp_state, mlp: mlp_output } = outputs;
+        let output = output.ok_or_else(|| foreign(forward))?;
         self.multiply(&dy, forward)?;
-        let mid = self.mid(&x, &output, forward)?;
-        self.mlp.backward(self.mlp_branch.input(&mid), outputs.mlp_state, &dy, pass)?;
+        let mid = attention_branch.join(&x, &output, forward)?;
+        let doutput = match mlp_branch.is_around_module_alone() {
+            true => mlp_branch.backward_join(|| mlp_output.ok_or_else(|| foreign(forward)), &dy, pass)?,
+            false => dy.clone(),
+        };
+        let run_mlp = |input: BranchInput<'_>, gradients: BranchGradients<'_>| {
+            mlp.backward(input, mlp_state, gradients.dx, pass)
+        };
+        let gradients = BranchGradients { dy: &doutput, dx: &dy };
+        divided_branch::run_backward(mlp_branch.input(&mid), gradients, run_mlp, pass)?;
+        recycle_unless(doutput, &dy, forward);
         recycle_unless(mid, &output, forward);
         let mut output = Some(output);
         let take = || output.take().ok_or_else(|| foreign(forward));
-        let doutput = self.attention_branch.backward_join(take, &dy, pass)?;
+        let doutput = attention_branch.backward_join(take, &dy, pass)?;
         forward.recycle(output);
+        let attend = |input: BranchInput<'_>, gradients: BranchGradients<'_>| {
+            mixer.backward(input, saved, gradients, pass)
+        };
         let gradients = BranchGradients { dy: &doutput, dx: &dy };
-        self.mixer.backward(self.attention_branch.input(&x), mixer, gradients, pass)?;
+        divided_branch::run_backward(attention_branch.input(&x), gradients, attend, pass)?;
         recycle_unless(doutput, &dy, forward);
         Ok(dy)
     }

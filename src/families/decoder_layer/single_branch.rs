@@ -4,8 +4,8 @@ use super::block::{Block, BlockOutputs, SavedBlock, foreign};
 use super::{DecoderParts, divided_branch};
 use crate::families::ModelConfig;
 use crate::nn::{
-    BackwardPass, Branch, BranchGradients, ForwardPass, Layer, LayerError, MixerKept, ParameterList,
-    TensorRank, TokenMixer, recycle_unless,
+    BackwardPass, Branch, BranchGradients, BranchInput, ForwardPass, Layer, LayerError, MixerKept,
+    ParameterList, TensorRank, TokenMixer, recycle_unless,
 };
 use candle_core::Tensor;
 
@@ -15,8 +15,6 @@ pub struct SingleBranchLayer {
     parameters: ParameterList,
     branch: Branch,
     module: TokenMixer,
-    /// Whether ranks of tp have parts of the module, and some of the tokens around it.
-    is_divided: bool,
 }
 
 impl SingleBranchLayer {
@@ -38,7 +36,7 @@ impl SingleBranchLayer {
             TokenMixer::Mlp(mlp) if config.mlp_bias => mlp.add_biases(&mut parameters, parts.mlp),
             mixer => mixer.add_norms_and_biases(&mut parameters, parts.attention, norm),
         }
-        Self { parameters, branch, module, is_divided: false }
+        Self { parameters, branch, module }
     }
 }
 
@@ -53,8 +51,8 @@ impl Block for SingleBranchLayer {
 
     fn divide(mut self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
         self.module.divide(&mut self.parameters, tp)?;
-        let branch = self.branch.around_module_alone();
-        Ok(Box::new(Self { branch, is_divided: true, ..self }))
+        self.branch = self.branch.around_module_alone();
+        Ok(Box::new(self))
     }
 
     fn run(
@@ -64,17 +62,11 @@ impl Block for SingleBranchLayer {
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
         let Self { branch, module, .. } = self;
-        let output = if self.is_divided {
-            let alone =
-                |input: &Tensor| Ok((module.forward(Branch::module_alone().input(input), kept, pass)?, ()));
-            divided_branch::run(branch.input(x), alone, pass)?.0
-        } else {
-            let output = module.forward(branch.input(x), kept, pass)?;
-            if module.joins_its_branch() {
-                return Ok((output, BlockOutputs::default()));
-            }
-            output
-        };
+        let run = |input: BranchInput<'_>| Ok((module.forward(input, kept, pass)?, ()));
+        let output = divided_branch::run(branch.input(x), run, pass)?.0;
+        if module.joins_its_branch() && !branch.is_around_module_alone() {
+            return Ok((output, BlockOutputs::default()));
+        }
         let y = branch.join(x, &output, pass)?;
         recycle_unless(output, &y, pass);
         Ok((y, BlockOutputs::default()))
@@ -86,7 +78,7 @@ impl Block for SingleBranchLayer {
         kept: &mut impl Iterator<Item = Tensor>,
         pass: &ForwardPass<'_>,
     ) -> Result<SavedBlock, LayerError> {
-        let mixer = match self.is_divided {
+        let mixer = match self.branch.is_around_module_alone() {
             true => {
                 let input = || divided_branch::gather_input(self.branch.input(&x), pass);
                 self.module.recompute_state(&Branch::module_alone(), input, kept, pass)?
@@ -105,17 +97,11 @@ impl Block for SingleBranchLayer {
         let Self { branch, module, .. } = self;
         // Without a norm behind the module, its output is not needed.
         let doutput = branch.backward_join(|| Err(foreign(&pass.forward)), &dy, pass)?;
-        let (input, gradients) = (branch.input(&x), BranchGradients { dy: &doutput, dx: &dy });
-        match self.is_divided {
-            true => {
-                let alone = Branch::module_alone();
-                let module = |input: &Tensor, dy: &Tensor| {
-                    module.backward(alone.input(input), saved, BranchGradients { dy, dx: dy }, pass)
-                };
-                divided_branch::run_backward(input, gradients, module, pass)?;
-            }
-            false => module.backward(input, saved, gradients, pass)?,
-        }
+        let run = |input: BranchInput<'_>, gradients: BranchGradients<'_>| {
+            module.backward(input, saved, gradients, pass)
+        };
+        let gradients = BranchGradients { dy: &doutput, dx: &dy };
+        divided_branch::run_backward(branch.input(&x), gradients, run, pass)?;
         recycle_unless(doutput, &dy, &pass.forward);
         Ok(dy)
     }
