@@ -1,7 +1,6 @@
 //! The errors of a file.
 
 use super::reader::Diagnostic;
-use std::fmt;
 use std::path::PathBuf;
 
 /// A file that cannot be read, or is invalid by itself.
@@ -27,7 +26,7 @@ pub enum ConfigFileError {
         limit_bytes: usize,
     },
     /// The file is invalid; all errors are listed, in the order of the file.
-    #[error("{}", DiagnosticList { file, diagnostics, omitted: *omitted })]
+    #[error("{}", listed(file, diagnostics, *omitted))]
     Invalid {
         /// The file.
         file: String,
@@ -38,24 +37,12 @@ pub enum ConfigFileError {
     },
 }
 
-/// Prints `file:line:column: message` for each error, followed by the line in question.
-struct DiagnosticList<'a> {
-    file: &'a str,
-    diagnostics: &'a [Diagnostic],
-    omitted: usize,
-}
-
-impl fmt::Display for DiagnosticList<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, diagnostic) in self.diagnostics.iter().enumerate() {
-            let separator = if index == 0 { "" } else { "\n" };
-            let (place, below) =
-                (diagnostic.excerpt.place(self.file, diagnostic.position), diagnostic.excerpt.below());
-            write!(f, "{separator}{place}: {diagnostic}{below}")?;
-        }
-        if self.omitted > 0 {
-            write!(f, "\n{}: {} more errors", self.file, self.omitted)?;
-        }
-        Ok(())
-    }
+/// Returns `file:line:column: message` for each error, followed by the line in question.
+fn listed(file: &str, diagnostics: &[Diagnostic], omitted: usize) -> String {
+    let line = |diagnostic: &Diagnostic| {
+        let Diagnostic { excerpt, position, .. } = diagnostic;
+        format!("{}: {diagnostic}{}", excerpt.place(file, *position), excerpt.below())
+    };
+    let more = (omitted > 0).then(|| format!("{file}: {omitted} more errors"));
+    diagnostics.iter().map(line).chain(more).collect::<Vec<_>>().join("\n")
 }

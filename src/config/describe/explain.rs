@@ -31,38 +31,28 @@ fn suggestion(suggestions: &[String]) -> String {
 /// When no key has this name.
 pub fn explain(key: &str) -> Result<String, UnknownKey> {
     let entries = entries();
-    let mut found: Vec<_> = entries.iter().filter(|entry| entry.path == key).collect();
-    if found.is_empty() {
-        // Synonyms come first: `block_size` more often means Hugging Face's than that of `aio`.
-        if let Some(text) = synonym(key, &entries) {
-            return Ok(text);
-        }
-        found = entries.iter().filter(|entry| entry.key.name == key).collect();
-    }
-    if found.is_empty()
-        && let Some(text) = other_name(key, &entries).or_else(|| refused_name(key, &entries))
-    {
-        return Ok(text);
-    }
-    if found.is_empty()
-        && let Some(answer) = absent(&key.to_lowercase())
-    {
-        return Ok(format!("`{key}` does not exist here: {answer}\n"));
-    }
-    if found.is_empty() {
-        return Err(UnknownKey { key: key.to_owned(), suggestions: suggestions(key, &entries) });
-    }
-    Ok(found.into_iter().map(explanation).collect::<Vec<_>>().join("\n"))
+    let explained = |is_meant: &dyn Fn(&Entry) -> bool| {
+        let texts: Vec<_> = entries.iter().filter(|entry| is_meant(entry)).map(explanation).collect();
+        (!texts.is_empty()).then(|| texts.join("\n"))
+    };
+    explained(&|entry| entry.path == key)
+        // Before last names: `block_size` more often means Hugging Face's than that of `aio`.
+        .or_else(|| synonym(key, &entries))
+        .or_else(|| explained(&|entry| entry.key.name == key))
+        .or_else(|| other_name(key, &entries))
+        .or_else(|| refused_name(key, &entries))
+        .or_else(|| Some(format!("`{key}` does not exist here: {}\n", absent(&key.to_lowercase())?)))
+        .ok_or_else(|| UnknownKey { key: key.to_owned(), suggestions: suggestions(key, &entries) })
 }
 
 /// Describes our key for another program's name.
 fn synonym(name: &str, entries: &[Entry]) -> Option<String> {
     let Synonym { name, key, remark } = synonym_of(name.rsplit('.').next()?)?;
-    if key.rsplit('.').next() == Some(*name) {
+    if key.rsplit('.').next() == Some(name) {
         return None;
     }
     let remark = if remark.is_empty() { String::new() } else { format!(", {remark}") };
-    let explanations = entries.iter().filter(|entry| entry.path == *key).map(explanation);
+    let explanations = entries.iter().filter(|entry| entry.path == key).map(explanation);
     let explanations = explanations.collect::<Vec<_>>().join("\n");
     Some(format!("`{name}` is called `{key}` here{remark}\n\n{explanations}"))
 }

@@ -11,7 +11,7 @@ pub fn reference_markdown() -> String {
     let preface = include_str!("reference_preface.md").replace("{version}", DEEPSPEED_VERSION);
     let entries = entries();
     let mut text = preface + &counts(&entries);
-    for (title, rows) in tables(&entries) {
+    for Table { title, rows } in tables(&entries) {
         let _ = write!(
             text,
             "\n## {title}\n\n| key | value | default | what it sets | here |\n|---|---|---|---|---|\n{rows}"
@@ -20,14 +20,19 @@ pub fn reference_markdown() -> String {
     text
 }
 
-/// Returns the titles and rows of the tables, in the order of their first keys.
-fn tables(entries: &[Entry]) -> Vec<(String, String)> {
-    let mut tables: Vec<(String, String)> = Vec::new();
+struct Table {
+    title: String,
+    rows: String,
+}
+
+/// Returns the tables, in the order of their first keys.
+fn tables(entries: &[Entry]) -> Vec<Table> {
+    let mut tables: Vec<Table> = Vec::new();
     for entry in entries.iter().filter(|entry| !is_section(entry)) {
         let title = title(entry);
-        match tables.iter_mut().find(|(other, _)| *other == title) {
-            Some((_, rows)) => rows.push_str(&row(entry)),
-            None => tables.push((title, row(entry))),
+        match tables.iter_mut().find(|table| table.title == title) {
+            Some(table) => table.rows.push_str(&row(entry)),
+            None => tables.push(Table { title, rows: row(entry) }),
         }
     }
     tables

@@ -104,24 +104,24 @@ fn description(key: &Key) -> String {
 fn literals(key: &Key, values: &[Literal]) -> Vec<Value> {
     let mut values: Vec<_> = values.iter().map(|literal| literal.to_json()).collect();
     values.dedup_by(|a, b| a.as_f64().is_some() && a.as_f64() == b.as_f64());
-    let words = [(key.value.takes_auto(), json!("auto")), (key.or_null, Value::Null)];
-    for (_, word) in words.into_iter().filter(|(taken, _)| *taken) {
-        if !values.contains(&word) {
-            values.push(word);
-        }
-    }
+    let others: Vec<_> = words(key).filter(|word| !values.contains(word)).collect();
+    values.extend(others);
     values
+}
+
+/// Returns `"auto"` and null, if the key accepts them.
+fn words(key: &Key) -> impl Iterator<Item = Value> {
+    let words = [(key.value.takes_auto(), json!("auto")), (key.or_null, Value::Null)];
+    words.into_iter().filter(|(is_accepted, _)| *is_accepted).map(|(_, word)| word)
 }
 
 /// Adds `"auto"` and `null` as alternatives where the key accepts them.
 fn with_words(key: &Key, schema: Value) -> Value {
-    let mut alternatives = vec![schema];
-    if key.value.takes_auto() {
-        alternatives.push(json!({ "const": "auto" }));
-    }
-    if key.or_null {
-        alternatives.push(json!({ "type": "null" }));
-    }
+    let words = words(key).map(|word| match word {
+        Value::Null => json!({ "type": "null" }),
+        word => json!({ "const": word }),
+    });
+    let mut alternatives: Vec<_> = std::iter::once(schema).chain(words).collect();
     match alternatives.len() {
         1 => alternatives.remove(0),
         _ => json!({ "anyOf": alternatives }),

@@ -5,11 +5,12 @@ use std::sync::LazyLock;
 
 static TABLE: LazyLock<Vec<Section>> = LazyLock::new(|| parse(include_str!("deepspeed_keys.txt")));
 
-struct Section {
-    path: &'static str,
+/// The lines below a line in brackets.
+pub(super) struct Section {
+    pub(super) path: &'static str,
     /// The documentation of a section that is entirely DeepSpeed's.
     about: Option<&'static str>,
-    lines: Vec<&'static str>,
+    pub(super) lines: Vec<&'static str>,
 }
 
 struct Row {
@@ -69,7 +70,8 @@ fn pairs(kind: &str, path: &str) -> impl Iterator<Item = (&'static str, &'static
     sections.flat_map(|section| &section.lines).filter_map(|line| line.split_once(" | "))
 }
 
-fn parse(text: &'static str) -> Vec<Section> {
+/// Parses a table; lines that begin with `#` are comments.
+pub(super) fn parse(text: &'static str) -> Vec<Section> {
     let mut sections: Vec<Section> = Vec::new();
     for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
         match (line.strip_prefix('[').and_then(|line| line.split_once(']')), sections.last_mut()) {

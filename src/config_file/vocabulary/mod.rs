@@ -6,12 +6,10 @@
 //! version below. A key that is not supported is an error if ignoring it would change results, memory or output files,
 //! and a note if it would only change speed.
 
-mod absent;
 mod deepspeed;
 mod key;
-mod synonyms;
+mod other_programs;
 
-pub(crate) use absent::absent;
 #[cfg(test)]
 pub(crate) use deepspeed::table_paths;
 pub(crate) use deepspeed::{complete, other_names, refused_name, refused_names};
@@ -20,8 +18,8 @@ pub(crate) use key::{
     Variant,
 };
 #[cfg(test)]
-pub(crate) use synonyms::synonyms;
-pub(crate) use synonyms::{Synonym, synonym_of};
+pub(crate) use other_programs::synonyms;
+pub(crate) use other_programs::{Synonym, absent, synonym_of};
 
 /// The version of DeepSpeed whose keys are known, in addition to removed keys of earlier 0.19 versions.
 pub const DEEPSPEED_VERSION: &str = "0.19.8";
