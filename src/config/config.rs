@@ -1,8 +1,6 @@
 //! The resolved configuration: [`Config`].
 
 use super::error::ConfigError;
-use super::overrides::Overrides;
-use super::raw::RawConfig;
 use super::sections::activation_checkpointing::ActivationCheckpointingConfig;
 use super::sections::checkpoint::CheckpointConfig;
 use super::sections::data::DataSource;
@@ -22,7 +20,6 @@ use crate::mesh::{
 };
 use crate::optim::OptimizerConfig;
 use serde::{Serialize, Serializer};
-use std::path::Path;
 use std::sync::LazyLock;
 use ulysses_kernels::device::DeviceKind;
 
@@ -132,22 +129,6 @@ impl Serialize for Config {
 }
 
 impl Config {
-    /// Reads, checks and resolves a file, without command-line flags.
-    ///
-    /// # Errors
-    /// When the file cannot be read or is invalid.
-    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
-        RawConfig::from_file(path)?.resolve(&Overrides::default())
-    }
-
-    /// Checks and resolves the text of a config file, without command-line flags; error messages call it `file`.
-    ///
-    /// # Errors
-    /// When the config is invalid.
-    pub fn from_json_str(text: &str, file: &str) -> Result<Self, ConfigError> {
-        RawConfig::from_json_str(text, file)?.resolve(&Overrides::default())
-    }
-
     /// Returns the number of ranks of the mesh.
     pub fn world_size(&self) -> usize {
         self.mesh.shape().num_ranks()

@@ -3,7 +3,7 @@
 use super::batch::BatchError;
 use super::mesh_shape::MeshShapeError;
 use crate::config_file::ConfigFileError;
-use crate::config_file::reader::{Excerpt, Position};
+use crate::config_file::reader::Place;
 use crate::mesh::MeshError;
 
 /// An invalid config, or one that cannot be read.
@@ -21,23 +21,13 @@ pub enum ConfigError {
         /// The sizes that do not agree.
         reason: Box<MeshShapeError>,
     },
-    /// The mesh of the rule that applies is invalid, or does not fit the number of ranks.
-    #[error("{file}: the mesh `{mesh}` of `ulysses.mesh_rules` for `{selector}` is invalid: {source}")]
-    MeshRule {
+    /// The mesh of the file, or of the rule that applies, is invalid, or does not fit the number of ranks.
+    #[error("{file}: the mesh `{mesh}` of {origin} is invalid: {source}")]
+    StatedMesh {
         /// The file.
         file: String,
-        /// The selector that the rule matches.
-        selector: String,
-        /// The mesh of the rule.
-        mesh: String,
-        /// The cause.
-        source: Box<MeshError>,
-    },
-    /// `ulysses.mesh` does not fit the number of ranks.
-    #[error("{file}: the mesh `{mesh}` of `ulysses.mesh` is invalid: {source}")]
-    UlyssesMesh {
-        /// The file.
-        file: String,
+        /// The key, or the rule.
+        origin: String,
         /// The mesh.
         mesh: String,
         /// The cause.
@@ -67,12 +57,12 @@ pub enum ConfigError {
         stage: u8,
     },
     /// The batch sizes do not agree.
-    #[error("{}{reason}{}", file_and_place(file, place), below(place))]
+    #[error("{}: {reason}{}", shown_place(file, place.as_deref()), below(place.as_deref()))]
     Batch {
         /// The file.
         file: String,
         /// The position of the first batch size in the file, if there is one.
-        place: Option<Box<(Position, Excerpt)>>,
+        place: Option<Box<Place>>,
         /// The sizes that do not agree.
         reason: Box<BatchError>,
     },
@@ -116,13 +106,10 @@ pub enum ConfigError {
     },
 }
 
-fn file_and_place(file: &str, place: &Option<Box<(Position, Excerpt)>>) -> String {
-    match place.as_deref() {
-        Some((position, excerpt)) => format!("{}: ", excerpt.place(file, *position)),
-        None => format!("{file}: "),
-    }
+fn shown_place(file: &str, place: Option<&Place>) -> String {
+    place.map_or(file.to_owned(), |place| place.excerpt.place(file, place.position))
 }
 
-fn below(place: &Option<Box<(Position, Excerpt)>>) -> String {
-    place.as_deref().map(|(_, excerpt)| excerpt.below()).unwrap_or_default()
+fn below(place: Option<&Place>) -> String {
+    place.map(|place| place.excerpt.below()).unwrap_or_default()
 }

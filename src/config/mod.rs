@@ -40,11 +40,11 @@ mod describe;
 mod error;
 mod machine;
 mod mesh_shape;
+mod overlay;
 mod overrides;
 mod partial;
 mod raw;
 mod resolve;
-mod rule_keys;
 mod sections;
 mod settings;
 
@@ -52,7 +52,7 @@ mod settings;
 mod tests;
 
 pub use crate::config_file::ConfigFileError;
-pub use crate::config_file::reader::{Diagnostic, Excerpt, Note, Position, Problem, Severity};
+pub use crate::config_file::reader::{Diagnostic, Excerpt, Note, Place, Position, Problem, Severity};
 pub use crate::config_file::vocabulary::DEEPSPEED_VERSION;
 pub use crate::mesh::MeshShape;
 pub use crate::optim::*;
@@ -81,7 +81,7 @@ pub use sections::scheduler::{
     LrRangeTest, LrSchedule, OneCycle, SchedulerConfig, WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };
 pub use sections::tensor_parallel::{
-    LayerSpec, PartitionConfig, PartitionType, TensorParallelConfig, TpPlanError,
+    LayerSpec, MatchedSpec, PartitionConfig, PartitionType, TensorParallelConfig, TpPlanError,
 };
 pub use sections::ulysses::{AttentionChoice, Backend, CommCheck, CommConfig, UlyssesConfig};
 pub use sections::zero::{Offload, PartitionAxes, ZeroConfig, ZeroStage};

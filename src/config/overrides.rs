@@ -85,34 +85,37 @@ impl Overrides {
         Some(Cluster { nodes: ranks / ranks_per_node.max(1), ranks_per_node })
     }
 
+    /// Returns the selector of `ulysses.mesh_rules`, unless a flag sets the mesh, which overrides all rules.
+    pub(super) fn selector(&self) -> Option<&str> {
+        self.mesh_selector.as_deref().filter(|_| self.mesh.is_none())
+    }
+
     pub(super) fn check(&self) -> Result<(), ConfigError> {
-        let at_least_1 = |flag, value: Option<u64>| match value {
-            Some(0) => {
-                Err(ConfigError::InvalidFlag { flag, expected: "at least 1".into(), found: "0".into() })
-            }
-            _ => Ok(()),
+        let invalid = |flag, expected: &str, found: &str| {
+            Err(ConfigError::InvalidFlag { flag, expected: expected.to_owned(), found: found.to_owned() })
         };
-        at_least_1(
-            "mesh",
-            self.mesh.and_then(|mesh| mesh.into_array().into_iter().min()).map(|size| size as u64),
-        )?;
-        at_least_1("seq-len", self.seq_len.map(|tokens| tokens as u64))?;
-        at_least_1("steps", self.steps)?;
-        at_least_1("epochs", self.epochs)?;
-        if self.steps.is_some() && self.epochs.is_some() {
-            let expected = "either --steps or --epochs".into();
-            return Err(ConfigError::InvalidFlag { flag: "epochs", expected, found: "both".into() });
+        let counts = [
+            ("mesh", self.mesh.is_some_and(|mesh| mesh.into_array().contains(&0))),
+            ("seq-len", self.seq_len == Some(0)),
+            ("steps", self.steps == Some(0)),
+            ("epochs", self.epochs == Some(0)),
+            ("threads-per-rank", self.threads_per_rank == Some(0)),
+        ];
+        if let Some((flag, _)) = counts.into_iter().find(|(_, is_zero)| *is_zero) {
+            return invalid(flag, "at least 1", "0");
         }
-        at_least_1("threads-per-rank", self.threads_per_rank.map(|threads| threads as u64))?;
-        let strings = [("model", &self.model), ("tokenizer", &self.tokenizer), ("output", &self.output)];
-        let paths = self.data.iter().map(|source| ("data", Some(source.path.as_str())));
-        let mut all = strings.into_iter().map(|(flag, value)| (flag, value.as_deref())).chain(paths);
-        match all.find(|(_, value)| *value == Some("")) {
-            Some((flag, _)) => Err(ConfigError::InvalidFlag {
-                flag,
-                expected: "a non-empty string".into(),
-                found: "an empty one".into(),
-            }),
+        if self.steps.is_some() && self.epochs.is_some() {
+            return invalid("epochs", "either --steps or --epochs", "both");
+        }
+        let is_empty = |text: &Option<String>| text.as_deref() == Some("");
+        let texts = [
+            ("model", is_empty(&self.model)),
+            ("tokenizer", is_empty(&self.tokenizer)),
+            ("output", is_empty(&self.output)),
+            ("data", self.data.iter().any(|source| source.path.is_empty())),
+        ];
+        match texts.into_iter().find(|(_, is_empty)| *is_empty) {
+            Some((flag, _)) => invalid(flag, "a non-empty string", "an empty one"),
             None => Ok(()),
         }
     }

@@ -75,7 +75,7 @@ impl RawConfig {
             overrides.mesh.is_some() || !self.sizes.dp.is_empty() || self.config.ulysses.mesh.is_some();
         match &error {
             ConfigError::AutoWithoutSource { key, .. } => {
-                self.decays_to_last_step = false;
+                self.remarks.autos.retain(|auto| auto.path != TOTAL_NUM_STEPS);
                 Ok(UnresolvedValue { key, needs: "--steps, or `ulysses.steps` or `epochs`".to_owned() })
             }
             ConfigError::Batch { reason, .. } => match **reason {

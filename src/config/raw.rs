@@ -1,9 +1,10 @@
 //! A checked config file: [`RawConfig`].
 
+use super::auto::TOTAL_NUM_STEPS;
 use super::config::{Config, LossNormalization, root};
 use super::error::ConfigError;
-use super::mesh_shape::{StatedSize, StatedSizes};
-use super::rule_keys;
+use super::mesh_shape::{SizeOrigin, StatedSize, StatedSizes};
+use super::overlay::merge_rule;
 use super::sections::checkpoint::CheckpointConfig;
 use super::sections::mesh::stated_sizes;
 use super::sections::precision::Precision;
@@ -13,9 +14,10 @@ use super::settings::Settings;
 use crate::config_file::ConfigFileError;
 use crate::config_file::define::Keys;
 use crate::config_file::reader::{
-    Excerpt, Position, Remarks, Report, Section, check, parse_file, read, without_comments,
+    Place, Position, Remarks, Report, Section, check, parse_file, read, without_comments,
 };
 use crate::mesh::MeshShape;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -30,19 +32,17 @@ pub struct RawConfig {
     pub(super) micro_batch_size: Option<usize>,
     pub(super) gradient_accumulation_steps: Option<usize>,
     /// The position of the flag that sets one of the three, or of the first one in the file.
-    pub(super) batch_place: Option<(Position, Excerpt)>,
+    pub(super) batch_place: Option<Place>,
     /// The mesh sizes, where the file states them.
     pub(super) sizes: StatedSizes,
     /// ZeRO's shard sizes, where the file states them.
     pub(super) shard_sizes: Vec<StatedSize>,
-    /// Whether the learning-rate decay ends with the run.
-    pub(super) decays_to_last_step: bool,
-    pub(super) names_gradient_clipping: bool,
     names_backend: bool,
     pub(super) names_partition_axes: bool,
-    pub(super) mesh_position: Option<Position>,
+    /// The position of `ulysses.mesh`.
+    mesh_position: Option<Position>,
     /// The config with the keys of each rule of `ulysses.mesh_rules` that has some, by the rule's index.
-    pub(super) of_rules: Vec<(usize, Self)>,
+    pub(super) of_rules: BTreeMap<usize, Self>,
     pub(super) remarks: Remarks,
 }
 
@@ -116,10 +116,10 @@ impl RawConfig {
             // A flag may give the rules, too.
             let mut of_rule = parse_file(text, file)?;
             settings.apply(&documents, &mut of_rule)?;
-            rule_keys::apply(index, of_rule, &mut tree);
+            merge_rule(index, of_rule, &mut tree);
         }
         settings.apply(&documents, &mut tree)?;
-        let flags = documents.iter().map(|document| (document.start, document.flag.clone()));
+        let flags = documents.iter().map(|document| document.origin.clone());
         let report = Report::new(text, root()).with_flags(flags.collect());
         check(&report, &tree, root());
         let raw = Self::read(&Section::root(&report, &tree, root()), file, &report);
@@ -128,6 +128,16 @@ impl RawConfig {
             scheduler.check_lr(lr)?;
         }
         Ok(Self { remarks, ..raw })
+    }
+
+    /// Returns whether the file has `ulysses.mesh_rules`.
+    pub fn has_mesh_rules(&self) -> bool {
+        !self.config.ulysses.mesh_rules.is_empty()
+    }
+
+    /// Returns whether the learning-rate decay ends with the run.
+    pub(super) fn decays_to_last_step(&self) -> bool {
+        self.remarks.autos.iter().any(|auto| auto.path == TOTAL_NUM_STEPS)
     }
 
     /// Returns `seed`.
@@ -147,6 +157,25 @@ impl RawConfig {
         let stated = self.sizes.clone().zip(of_mesh);
         let sizes = stated.map(|_, (stated, of_mesh)| stated.first().map_or(of_mesh, |stated| stated.size));
         MeshShape { dp: 1, sp: 1, ..sizes }
+    }
+
+    /// Returns a note on each size of the file that `mesh`, of the flag `--mesh`, replaces.
+    pub fn replaced_sizes(&self, mesh: MeshShape) -> Vec<String> {
+        let mut sizes = self.sizes.clone();
+        if let Some(shape) = self.config.ulysses.mesh.as_ref().and_then(|spec| spec.training_shape().ok()) {
+            sizes.add(shape.sizes, self.origin_of_mesh());
+        }
+        let replaced = sizes.zip(mesh).map(|axis, (sizes, flag)| {
+            let differing = sizes.into_iter().filter(move |stated| stated.size != flag);
+            differing.map(move |stated| format!("--mesh sets {axis} {flag} instead of {stated}"))
+        });
+        replaced.into_array().into_iter().flatten().collect()
+    }
+
+    /// Returns the origin of the sizes in `ulysses.mesh`.
+    pub(super) fn origin_of_mesh(&self) -> SizeOrigin {
+        let of_key = |position| SizeOrigin::Key { key: "ulysses.mesh", position };
+        self.mesh_position.map_or(SizeOrigin::Rule, of_key)
     }
 
     /// Returns the config for one batch of `batch_size` sequences, in `accumulation` forward passes on any mesh: the batch
@@ -173,7 +202,7 @@ impl RawConfig {
     #[must_use]
     pub fn without_replicas(self) -> Self {
         let MeshShape { pp, tp, .. } = self.divided_model();
-        let stated = |size| vec![StatedSize { size, origin: self.origin_of_stated(false) }];
+        let stated = |size| vec![StatedSize { size, origin: self.origin_of_mesh() }];
         let (pp, tp) = (stated(pp), stated(tp));
         let mut raw = Self { shard_sizes: Vec::new(), ..self.without_mesh() };
         raw.sizes = StatedSizes { pp, sp: Vec::new(), tp, ..raw.sizes };
@@ -195,12 +224,10 @@ impl RawConfig {
             batch_place: batch_range.map(|range| report.place(range)),
             sizes: stated_sizes(root),
             shard_sizes: stated_shard_sizes(&root.section("zero_optimization")),
-            decays_to_last_step: root.section("scheduler").section("params").is_auto("total_num_steps"),
-            names_gradient_clipping: root.names("gradient_clipping"),
             names_partition_axes: ulysses.states("zero_partition_axes"),
             names_backend: ulysses.states("backend"),
             mesh_position: ulysses.position("mesh", &[]),
-            of_rules: Vec::new(),
+            of_rules: BTreeMap::new(),
             remarks: Remarks::default(),
         }
     }
@@ -224,6 +251,10 @@ fn read_config(root: &Section<'_>) -> Config {
     Precision::check(root);
     let checkpoint = root.section("checkpoint");
     config.checkpoint = config.checkpoint.filter(|_| CheckpointConfig::is_enabled(&checkpoint));
+    if !root.names("gradient_clipping") {
+        let note = "`gradient_clipping` is not set: gradients are not clipped (DeepSpeed 0.19 clips at 1.0)";
+        root.warn(note.to_owned());
+    }
     config
 }
 

@@ -1,13 +1,14 @@
 //! Flags that change values of a config file before it is checked: `--set`, `--lr`, `--batch-size`, `--zero-stage`
 //! and `--zero-partition-axes`.
 //!
-//! Values are inserted into the parsed tree, so the same checks apply. Their offsets are after the end of the file's
+//! Values are merged into the parsed tree. Their offsets are after the end of the file's
 //! text; [`Report`](crate::config_file::reader::Report) recognizes them by that, and names the flag instead of a line.
 
 use super::error::ConfigError;
+use super::overlay::{Merged, merge};
 use super::sections::zero::PartitionAxes;
-use crate::config_file::reader::{abbreviated, parse};
-use jsonc_parser::ast::{Object, ObjectProp, Value};
+use crate::config_file::reader::{FlagOrigin, abbreviated, parse};
+use jsonc_parser::ast::{Object, Value};
 use jsonc_parser::common::Ranged;
 
 /// The changes, in the order in which they apply: every [`Setting`], then the other flags.
@@ -33,9 +34,16 @@ pub struct Setting {
     value: String,
     /// The flag as messages show it.
     flag: String,
+    /// Whether it applies only to a file without the section of the key.
+    is_default: bool,
 }
 
 impl Setting {
+    /// Returns the names in the path of the key.
+    fn names(&self) -> impl Iterator<Item = &str> {
+        self.key.split('.')
+    }
+
     /// Parses `KEY=VALUE`: the path of a key, such as `zero_optimization.stage`, and its value as JSON. A value that is
     /// not JSON is a string.
     ///
@@ -48,34 +56,31 @@ impl Setting {
         }
         let is_json = serde_json::from_str::<serde::de::IgnoredAny>(value).is_ok();
         let value = if is_json { value.to_owned() } else { serde_json::Value::from(value).to_string() };
-        Ok(Self { key: key.trim().to_owned(), value, flag: format!("--set {}", abbreviated(text)) })
+        let (key, flag) = (key.trim().to_owned(), format!("--set {}", abbreviated(text)));
+        Ok(Self { key, value, flag, is_default: false })
     }
 
     /// Creates a setting of `key`.
     pub fn new(key: &str, value: impl Into<serde_json::Value>) -> Self {
         let value = value.into();
-        Self::of_flag(format!("--set {key}={value}"), key, &value)
+        Self::of_flag(format!("--set {key}={value}"), key, value)
     }
 
-    fn of_flag(flag: String, key: &str, value: &serde_json::Value) -> Self {
-        Self { key: key.to_owned(), value: value.to_string(), flag }
+    fn of_flag(flag: String, key: &str, value: impl Into<serde_json::Value>) -> Self {
+        Self { key: key.to_owned(), value: value.into().to_string(), flag, is_default: false }
     }
 }
 
 /// A setting as the text of a file with only this key, preceded by spaces so that its offsets are unique.
 pub(super) struct SetDocument {
+    setting: Setting,
     text: String,
-    /// Number of names in the path of the key.
-    depth: usize,
-    /// Whether the file's value has precedence.
-    is_default: bool,
-    /// The first offset of its values.
-    pub(super) start: usize,
-    pub(super) flag: String,
+    /// The flag with the first offset of its values.
+    pub(super) origin: FlagOrigin,
 }
 
 impl Settings {
-    /// Inserts all values into the tree of the file.
+    /// Merges all values into the tree of the file.
     pub(super) fn apply<'a>(
         &self,
         documents: &'a [SetDocument],
@@ -86,7 +91,7 @@ impl Settings {
             |name| root.get(name).is_some_and(|property| matches!(property.value, Value::NumberLit(_)));
         if self.batch_size.is_some() && is_given("train_micro_batch_size_per_gpu") {
             // The file's accumulation belongs to the file's batch size; one that a flag sets must fit.
-            let file_bytes = documents.first().map_or(0, |document| document.start);
+            let file_bytes = documents.first().map_or(0, |document| document.origin.start);
             root.properties.retain(|property| {
                 property.name.as_str() != "gradient_accumulation_steps"
                     || property.value.range().start >= file_bytes
@@ -97,60 +102,50 @@ impl Settings {
 
     /// Returns the documents of all settings, for a file of `file_bytes` bytes.
     pub(super) fn documents(&self, file_bytes: usize) -> Vec<SetDocument> {
-        let mut settings: Vec<(Setting, bool)> = self.set.iter().map(|set| (set.clone(), false)).collect();
-        if let Some(lr) = self.lr {
-            let flag = || format!("--lr {lr}");
-            settings.push((Setting::of_flag(flag(), "optimizer.type", &"AdamW".into()), true));
-            settings.push((Setting::of_flag(flag(), "optimizer.params.lr", &lr.into()), false));
-        }
-        if let Some(size) = self.batch_size {
-            let flag = format!("--batch-size {size}");
-            settings.push((Setting::of_flag(flag, "train_batch_size", &size.into()), false));
-        }
-        if let Some(stage) = self.zero_stage {
-            let flag = format!("--zero-stage {stage}");
-            settings.push((Setting::of_flag(flag, "zero_optimization.stage", &stage.into()), false));
-        }
-        if let Some(axes) = self.zero_partition_axes {
-            let flag = format!("--zero-partition-axes {}", axes.names().join(","));
-            let key = "ulysses.zero_partition_axes";
-            settings.push((Setting::of_flag(flag, key, &axes.names().into()), false));
-        }
         let mut start = file_bytes;
-        let document = |(Setting { key, value, flag }, is_default)| {
+        let document = |setting: Setting| {
             let names: Vec<_> =
-                key.split('.').map(|name| serde_json::Value::from(name).to_string()).collect();
+                setting.names().map(|name| serde_json::Value::from(name).to_string()).collect();
             let (opened, closed) = (names.join(":{"), "}".repeat(names.len()));
-            let text = " ".repeat(start) + &format!("{{{opened}:{value}{closed}");
-            let document = SetDocument { depth: names.len(), is_default, start, flag, text };
-            start = document.text.len();
-            document
+            let text = " ".repeat(start) + &format!("{{{opened}:{}{closed}", setting.value);
+            let origin = FlagOrigin { start, flag: setting.flag.clone() };
+            start = text.len();
+            SetDocument { setting, text, origin }
         };
-        settings.into_iter().map(document).collect()
+        self.all().map(document).collect()
+    }
+
+    fn all(&self) -> impl Iterator<Item = Setting> {
+        let lr = self.lr.map(|lr| {
+            let rate = Setting::of_flag(format!("--lr {lr}"), "optimizer.params.lr", lr);
+            let optimizer = Setting::of_flag(rate.flag.clone(), "optimizer.type", "AdamW");
+            [Setting { is_default: true, ..optimizer }, rate]
+        });
+        let batch_size = self.batch_size;
+        let batch_size =
+            batch_size.map(|size| Setting::of_flag(format!("--batch-size {size}"), "train_batch_size", size));
+        let stage = self
+            .zero_stage
+            .map(|stage| Setting::of_flag(format!("--zero-stage {stage}"), "zero_optimization.stage", stage));
+        let axes = self.zero_partition_axes.map(|axes| {
+            let flag = format!("--zero-partition-axes {}", axes.names().join(","));
+            Setting::of_flag(flag, "ulysses.zero_partition_axes", axes.names())
+        });
+        self.set.iter().cloned().chain(lr.into_iter().flatten()).chain(batch_size).chain(stage).chain(axes)
     }
 }
 
 impl SetDocument {
     fn apply<'a>(&'a self, root: &mut Object<'a>) -> Result<(), ConfigError> {
         let invalid = |fault: Box<super::Diagnostic>| ConfigError::InvalidSetting {
-            flag: self.flag.clone(),
+            flag: self.setting.flag.clone(),
             reason: fault.to_string(),
         };
-        put(root, parse(&self.text).map_err(invalid)?, self.depth, self.is_default);
-        Ok(())
-    }
-}
-
-/// Moves the only value of `from`, at depth `depth`, to the same path in `into`.
-fn put<'a>(into: &mut Object<'a>, mut from: Object<'a>, depth: usize, is_default: bool) {
-    let Some(ObjectProp { name, value, range }) = from.properties.pop() else { return };
-    let existing = into.properties.iter_mut().find(|property| property.name.as_str() == name.as_str());
-    match (existing, value) {
-        (Some(_), _) if is_default => {}
-        (None, value) => into.properties.push(ObjectProp { name, value, range }),
-        (Some(ObjectProp { value: Value::Object(into), .. }), Value::Object(from)) if depth > 1 => {
-            put(into, from, depth - 1, is_default);
+        let from = parse(&self.text).map_err(invalid)?;
+        let is_present = from.properties.iter().any(|property| root.get(property.name.as_str()).is_some());
+        if !(self.setting.is_default && is_present) {
+            merge(root, from, Merged::Levels(self.setting.names().count()));
         }
-        (Some(existing), value) => existing.value = value,
+        Ok(())
     }
 }

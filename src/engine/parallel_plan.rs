@@ -2,7 +2,7 @@
 
 use super::EngineError;
 use super::parameter_groups::similar_names;
-use crate::config::{LayerSpec, PartitionType};
+use crate::config::{LayerSpec, MatchedSpec, PartitionType};
 use crate::model::{Model, UnitSpec};
 use crate::nn::{ParallelStyle, ParameterSpec, TensorRank};
 
@@ -17,7 +17,8 @@ pub fn divide_model(mut model: Model, plan: &[LayerSpec], tp: TensorRank) -> Res
     if tp.size == 1 {
         return Ok(model);
     }
-    let style_of = |name: &str| LayerSpec::of(plan, name).and_then(|(.., spec)| style(spec.partition_type));
+    let style_of =
+        |name: &str| LayerSpec::matching(plan, name).and_then(|matched| style(matched.spec.partition_type));
     model.layers.iter_mut().for_each(|layer| layer.apply_plan(&style_of));
     let divided = model.tensor_parallel(tp)?;
     check_styles(plan, &divided.units())?;
@@ -55,7 +56,9 @@ fn check_patterns(plan: &[LayerSpec], units: &[UnitSpec]) -> Result<(), EngineEr
 
 fn check_styles(plan: &[LayerSpec], units: &[UnitSpec]) -> Result<(), EngineError> {
     for weight in weights(units) {
-        let Some((index, pattern, spec)) = LayerSpec::of(plan, &weight.name) else { continue };
+        let Some(MatchedSpec { index, pattern, spec }) = LayerSpec::matching(plan, &weight.name) else {
+            continue;
+        };
         if style(spec.partition_type) != weight.style {
             let actual = match weight.style {
                 Some(ParallelStyle::Colwise) => PartitionType::Column,

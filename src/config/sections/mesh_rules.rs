@@ -1,9 +1,6 @@
 //! `ulysses.mesh_rules`: the mesh and other keys by machine.
 
-use super::mesh_spec::{self, StatedMesh};
-use crate::config::error::ConfigError;
-use crate::config::overrides::Overrides;
-use crate::config::raw::RawConfig;
+use super::mesh_spec;
 use crate::config_file::define::FieldValue;
 use crate::config_file::reader::Section;
 use crate::config_file::vocabulary::{Array, Key, Value};
@@ -84,7 +81,7 @@ impl FieldValue for Vec<MeshRule> {
 impl MeshRule {
     /// Reports an invalid pattern, mesh or set of keys at its position in the file.
     fn check(&self, section: &Section<'_>, name: &str, index: usize) {
-        if let Err((_, error)) = Self::compile(std::slice::from_ref(self)) {
+        if let Err(error) = Self::compile(std::slice::from_ref(self)) {
             let error = error.to_string();
             let reason = error.lines().last().unwrap_or_default().trim_start_matches("error: ");
             let expected = format!("a regular expression in rule {index} ({reason})");
@@ -104,83 +101,14 @@ impl MeshRule {
         section.contradiction_within(name, &[index, 1], &format!("a mesh in rule {index} ({error})"));
     }
 
-    /// Compiles the patterns of the rules.
-    pub(crate) fn compile(rules: &[Self]) -> Result<MeshRules, (usize, regex::Error)> {
-        MeshRules::new(&rules.iter().map(|rule| rule.pattern.as_str()).collect::<Vec<_>>())
-    }
-}
-
-/// The rule that applies. Its mesh replaces the file's.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct AppliedRule {
-    /// The index of the rule.
-    pub(crate) index: usize,
-    /// The mesh; `None` if it follows from the number of ranks.
-    pub(crate) mesh: Option<StatedMesh>,
-}
-
-impl RawConfig {
-    /// Returns whether the config has `ulysses.mesh_rules`.
-    pub fn has_mesh_rules(&self) -> bool {
-        !self.config.ulysses.mesh_rules.is_empty()
+    fn compile(rules: &[Self]) -> Result<MeshRules, regex::Error> {
+        let patterns: Vec<_> = rules.iter().map(|rule| rule.pattern.as_str()).collect();
+        MeshRules::new(&patterns).map_err(|(_, error)| error)
     }
 
-    /// Returns the rule that applies, if any; a flag that sets the mesh overrides all rules.
-    pub(crate) fn applied_rule(&self, overrides: &Overrides) -> Result<Option<AppliedRule>, ConfigError> {
-        let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none());
-        let Some(selector) = selector else { return Ok(None) };
-        let rules = &self.config.ulysses.mesh_rules;
+    /// Returns the index of the rule that applies.
+    pub(crate) fn select(rules: &[Self], selector: &str) -> Option<usize> {
         // Invalid patterns were rejected when the file was read.
-        let Ok(patterns) = MeshRule::compile(rules) else { return Ok(None) };
-        let Some(index) = patterns.select(selector) else { return Ok(None) };
-        let stated = |mesh: &MeshSpec| {
-            StatedMesh::new(mesh, overrides.cluster()).map_err(|source| ConfigError::MeshRule {
-                file: self.file.clone(),
-                selector: selector.clone(),
-                mesh: mesh.to_string(),
-                source: Box::new(source),
-            })
-        };
-        let mesh = rules[index].mesh.as_ref().map(stated).transpose()?;
-        Ok(Some(AppliedRule { index, mesh }))
-    }
-
-    /// Checks that the ZeRO stage is the one that the preset implies.
-    pub(crate) fn check_preset(
-        &self,
-        stated: Option<&StatedMesh>,
-        is_of_rule: bool,
-        overrides: &Overrides,
-    ) -> Result<(), ConfigError> {
-        let selector = overrides.mesh_selector.as_deref().unwrap_or_default();
-        let (preset, source) = match (overrides.preset, stated.and_then(|stated| stated.preset)) {
-            (Some(preset), _) => (preset, format!("--mesh {}", preset.name())),
-            (None, Some(preset)) if is_of_rule => {
-                (preset, format!("the mesh `{}` of `ulysses.mesh_rules` for `{selector}`", preset.name()))
-            }
-            (None, Some(preset)) => (preset, format!("`ulysses.mesh` \"{}\"", preset.name())),
-            (None, None) => return Ok(()),
-        };
-        match (preset.zero_stage(), u8::from(self.config.zero.stage)) {
-            (Some(wanted), stage) if wanted != stage => Err(ConfigError::PresetStage {
-                file: self.file.clone(),
-                source_of_mesh: source,
-                wanted,
-                stage,
-            }),
-            _ => Ok(()),
-        }
-    }
-
-    /// Returns a note if there are rules, but none matches this machine.
-    pub(crate) fn note_on_rules(
-        &self,
-        applied_rule: Option<&AppliedRule>,
-        overrides: &Overrides,
-    ) -> Option<String> {
-        let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none())?;
-        (applied_rule.is_none() && self.has_mesh_rules()).then(|| {
-            format!("no rule of `ulysses.mesh_rules` matches `{selector}`: the mesh sizes of the file apply")
-        })
+        Self::compile(rules).ok()?.select(selector)
     }
 }

@@ -67,6 +67,16 @@ pub enum StagesError {
 }
 
 impl PipelineConfig {
+    /// Returns a note on each key that has no effect with `pp` ranks.
+    pub(crate) fn notes(&self, pp: usize) -> impl Iterator<Item = String> + use<> {
+        let keys = [
+            ("layers_per_stage", self.layers_per_stage.is_some()),
+            ("virtual_stages", self.virtual_stages > 1),
+        ];
+        let without_effect = keys.into_iter().filter(move |(_, is_set)| pp == 1 && *is_set);
+        without_effect.map(|(key, _)| format!("`ulysses.pipeline.{key}` has no effect: pp is 1"))
+    }
+
     /// Returns the number of stages of each of `pp` ranks.
     pub fn stages_per_rank(&self, pp: usize) -> usize {
         if pp == 1 { 1 } else { self.virtual_stages }

@@ -85,8 +85,8 @@ impl TensorParallelConfig {
     ///
     /// let plan = [("layers.*.mlp.up_proj", "colwise"), ("layers.*.mlp.down_proj", "rowwise")];
     /// let specs = TensorParallelConfig::from_tp_plan(plan)?.partition_config.layer_specs;
-    /// let (index, _, spec) = LayerSpec::of(&specs, "model.layers.11.mlp.down_proj.weight").unwrap();
-    /// assert_eq!((index, spec.partition_type), (1, PartitionType::Row));
+    /// let matched = LayerSpec::matching(&specs, "model.layers.11.mlp.down_proj.weight").unwrap();
+    /// assert_eq!((matched.index, matched.spec.partition_type), (1, PartitionType::Row));
     /// # Ok::<(), ulysses::config::TpPlanError>(())
     /// ```
     ///
@@ -110,12 +110,23 @@ impl TensorParallelConfig {
     }
 }
 
+/// A spec that matches the name of a weight.
+#[derive(Clone, Copy, Debug)]
+pub struct MatchedSpec<'a> {
+    /// The index of the spec.
+    pub index: usize,
+    /// The pattern of the spec that matches.
+    pub pattern: &'a NamePattern,
+    /// The spec.
+    pub spec: &'a LayerSpec,
+}
+
 impl LayerSpec {
-    /// Returns the first spec that matches the name of a weight, with its index and the pattern.
-    pub fn of<'a>(specs: &'a [Self], name: &str) -> Option<(usize, &'a NamePattern, &'a Self)> {
+    /// Returns the first spec that matches the name of a weight.
+    pub fn matching<'a>(specs: &'a [Self], name: &str) -> Option<MatchedSpec<'a>> {
         specs.iter().enumerate().find_map(|(index, spec)| {
             let pattern = spec.patterns.iter().find(|pattern| pattern.matches(name))?;
-            Some((index, pattern, spec))
+            Some(MatchedSpec { index, pattern, spec })
         })
     }
 }

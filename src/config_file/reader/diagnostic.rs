@@ -26,6 +26,15 @@ impl fmt::Display for Position {
     }
 }
 
+/// A place in a config file, or a flag.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The position.
+    pub position: Position,
+    /// The line in question.
+    pub excerpt: Excerpt,
+}
+
 /// An error in a config file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Diagnostic {

@@ -8,8 +8,8 @@ mod report;
 mod section;
 
 pub(crate) use check::check;
-pub use diagnostic::{Diagnostic, Excerpt, Position, Problem};
+pub use diagnostic::{Diagnostic, Excerpt, Place, Position, Problem};
 pub(crate) use document::{abbreviated, parse, parse_file, read, without_comments};
 pub use note::{Note, Severity};
-pub(crate) use report::{Auto, Remarks, Report};
+pub(crate) use report::{Auto, FlagOrigin, Remarks, Report};
 pub(crate) use section::Section;

@@ -1,6 +1,6 @@
 //! Collects the errors and notes of a file while its sections are read.
 
-use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
+use super::diagnostic::{Diagnostic, Excerpt, Place, Position, Problem};
 use super::document::{abbreviated, position_at};
 use super::note::Note;
 use crate::config_file::ConfigFileError;
@@ -16,9 +16,18 @@ pub(crate) struct Report<'t> {
     text: &'t str,
     /// The keys at the top of the file.
     pub(super) root: &'static [Key],
-    /// Flags that give values, by their first offset, which is after the end of the text.
-    flags: Vec<(usize, String)>,
+    /// In the order of their offsets.
+    flags: Vec<FlagOrigin>,
     state: RefCell<State>,
+}
+
+/// A flag that gives values of the file.
+#[derive(Clone)]
+pub(crate) struct FlagOrigin {
+    /// The first offset of the values, after the end of the text.
+    pub(crate) start: usize,
+    /// The flag as messages show it.
+    pub(crate) flag: String,
 }
 
 #[derive(Default)]
@@ -47,13 +56,13 @@ impl<'t> Report<'t> {
         Self { text, root, flags: Vec::new(), state: RefCell::default() }
     }
 
-    /// Adds flags that give values, by their first offset.
-    pub(crate) fn with_flags(self, flags: Vec<(usize, String)>) -> Self {
+    /// Adds the flags, in the order of their offsets.
+    pub(crate) fn with_flags(self, flags: Vec<FlagOrigin>) -> Self {
         Self { flags, ..self }
     }
 
     fn flag_at(&self, offset: usize) -> Option<&str> {
-        self.flags.iter().rev().find(|(start, _)| *start <= offset).map(|(_, flag)| flag.as_str())
+        self.flags.iter().rev().find(|flag| flag.start <= offset).map(|flag| flag.flag.as_str())
     }
 
     /// Returns whether a flag gives the value at `offset`.
@@ -84,12 +93,13 @@ impl<'t> Report<'t> {
     }
 
     /// Returns the start of a range, with its line.
-    pub(crate) fn place(&self, range: Range) -> (Position, Excerpt) {
+    pub(crate) fn place(&self, range: Range) -> Place {
         let position = self.position(range.start);
-        if let Some(flag) = self.flag_at(range.start) {
-            return (position, Excerpt::of_flag(flag));
-        }
-        (position, Excerpt::new(self.text, position.line, range.start..range.end))
+        let excerpt = match self.flag_at(range.start) {
+            Some(flag) => Excerpt::of_flag(flag),
+            None => Excerpt::new(self.text, position.line, range.start..range.end),
+        };
+        Place { position, excerpt }
     }
 
     /// Adds an error. Beyond the limit, errors are only counted and `problem` is not called.
@@ -98,7 +108,7 @@ impl<'t> Report<'t> {
             self.state.borrow_mut().omitted += 1;
             return;
         }
-        let (position, excerpt) = self.place(range);
+        let Place { position, excerpt } = self.place(range);
         let diagnostic = Diagnostic { position, key, problem: problem(), excerpt };
         self.state.borrow_mut().diagnostics.push(diagnostic);
     }

@@ -99,8 +99,8 @@ impl SchedulerConfig {
         Err(ConfigError::InvalidFlag { flag: "lr", expected, found: lr.to_string() })
     }
 
-    /// Returns notes on the parameters.
-    pub(crate) fn notes(&self, optimizer: &OptimizerConfig) -> Vec<String> {
+    /// Returns a note on parameters that are valid, but hardly meant.
+    pub(crate) fn note(&self, optimizer: &OptimizerConfig) -> Option<String> {
         let short = |total: u64, warmup: u64| {
             (total < warmup).then(|| {
                 format!(
@@ -108,7 +108,7 @@ impl SchedulerConfig {
                 )
             })
         };
-        let note = match self {
+        match self {
             Self::WarmupDecayLr(rule) => short(rule.total_num_steps, rule.warmup_num_steps),
             Self::WarmupCosineLr(rule) => short(rule.total_num_steps, rule.warmup_num_steps),
             Self::OneCycle(rule) if rule.cycle_momentum => match optimizer.name_without_betas() {
@@ -120,8 +120,7 @@ impl SchedulerConfig {
                 )),
             },
             _ => None,
-        };
-        note.into_iter().collect()
+        }
     }
 }
 
