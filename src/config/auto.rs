@@ -7,7 +7,7 @@
 use super::config::{Config, ResolvedAuto};
 use super::raw::RawConfig;
 use crate::config_file::reader::Auto;
-use crate::config_file::vocabulary::{AutoValue, DefaultValue, Effect, Key};
+use crate::config_file::vocabulary::{DefaultValue, Effect, Key};
 use crate::mesh::{SeqSharding, UlyssesLimits};
 use serde_json::Value;
 
@@ -55,22 +55,18 @@ impl Config {
 pub(super) fn resolve_autos(raw: &RawConfig, config: &Config) -> Vec<ResolvedAuto> {
     // Serialization fails only for sizes that JSON cannot hold.
     let written = serde_json::to_value(config).unwrap_or_default();
-    let resolve = |Auto { path, key }: &Auto| match path.as_str() {
-        RING_SIZE => ResolvedAuto {
-            key: path.clone(),
-            value: None,
-            source: "from the model's heads and the ranks of a node".to_owned(),
-        },
-        TOTAL_NUM_STEPS if config.ulysses.epochs.is_some() => ResolvedAuto {
-            key: path.clone(),
-            value: None,
-            source: "from the number of steps of the epochs, once the data is read".to_owned(),
-        },
-        _ => ResolvedAuto {
-            key: path.clone(),
-            value: value_of(key, path, &written),
-            source: source_of_batch(path, raw, config).unwrap_or_else(|| source_of(key)),
-        },
+    let resolve = |Auto { path, key }: &Auto| {
+        let (value, source) = match path.as_str() {
+            RING_SIZE => (None, "from the model's heads and the ranks of a node".to_owned()),
+            TOTAL_NUM_STEPS if config.ulysses.epochs.is_some() => {
+                (None, "from the number of steps of the epochs, once the data is read".to_owned())
+            }
+            _ => {
+                let source = source_of_batch(path, raw, config).unwrap_or_else(|| source_of(key));
+                (value_of(key, path, &written), source)
+            }
+        };
+        ResolvedAuto { key: path.clone(), value, source }
     };
     raw.remarks.autos.iter().map(resolve).collect()
 }
@@ -100,23 +96,17 @@ fn value_of(key: &Key, path: &str, written: &Value) -> Option<Value> {
     }
     // As in `ulysses.parameter_groups[0].lr_scale`.
     let place = format!("/{}", path.replace(['.', '['], "/").replace(']', ""));
-    let fixed = || match (key.auto, key.default) {
-        (AutoValue::Is(literal), _) | (AutoValue::AsDefault, DefaultValue::Is(literal)) => {
-            Some(literal.to_json())
-        }
-        _ => None,
-    };
     // A disabled section, such as `fp16`, is not written.
-    written.pointer(&place).cloned().or_else(fixed)
+    written.pointer(&place).cloned().or_else(|| key.auto_value().to_json())
 }
 
 fn source_of(key: &Key) -> String {
-    match (key.effect, key.auto, key.default) {
-        (Effect::Ignored(why), ..) => format!("no effect: {why}"),
-        (_, AutoValue::Is(_), _) => TRAINER.to_owned(),
-        (_, AutoValue::Derived(from), _) | (_, AutoValue::AsDefault, DefaultValue::Derived(from)) => {
-            format!("from {from}")
-        }
-        (_, AutoValue::AsDefault, _) => "the default".to_owned(),
+    match (key.effect, key.auto) {
+        (Effect::Ignored(why), _) => format!("no effect: {why}"),
+        (_, Some(DefaultValue::Is(_))) => TRAINER.to_owned(),
+        _ => match key.auto_value() {
+            DefaultValue::Derived(from) => format!("from {from}"),
+            DefaultValue::Is(_) | DefaultValue::Required => "the default".to_owned(),
+        },
     }
 }

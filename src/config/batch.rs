@@ -2,6 +2,10 @@
 
 use crate::mesh::MeshShape;
 
+/// The keys of the three batch sizes.
+pub(super) const BATCH_KEYS: [&str; 3] =
+    ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
+
 /// The three batch sizes; any two of them determine the third.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchSizes {
@@ -86,30 +90,29 @@ impl BatchSizes {
         accumulation: Option<usize>,
         dp: usize,
     ) -> Result<Self, BatchError> {
-        let (dp_factor, one) = (("dp", dp), ("", 1));
-        match (train, micro) {
-            (None, None) => Err(BatchError::Unset),
-            (None, Some(micro)) => {
+        let dp_factor = Factor { name: "dp", size: dp };
+        let micro_factor = |size| Factor { name: "`train_micro_batch_size_per_gpu`", size };
+        let accumulation_factor = |size| Factor { name: "`gradient_accumulation_steps`", size };
+        let (train, micro, accumulation) = match (train, micro, accumulation) {
+            (None, None, _) => return Err(BatchError::Unset),
+            (Some(train), None, None) => (train, exact_quotient(train, &[dp_factor])?, 1),
+            (Some(train), None, Some(accumulation)) => {
+                let factors = [accumulation_factor(accumulation), dp_factor];
+                (train, exact_quotient(train, &factors)?, accumulation)
+            }
+            (Some(train), Some(micro), None) => {
+                (train, micro, exact_quotient(train, &[micro_factor(micro), dp_factor])?)
+            }
+            (stated, Some(micro), accumulation) => {
                 let accumulation = accumulation.unwrap_or(1);
-                let train = product([micro_factor(micro), accumulation_factor(accumulation), dp_factor])?;
-                Ok(Self { train, micro, accumulation })
-            }
-            (Some(train), None) => {
-                let factor = accumulation.map_or(one, accumulation_factor);
-                let micro = exact_quotient(train, [factor, dp_factor])?;
-                Ok(Self { train, micro, accumulation: accumulation.unwrap_or(1) })
-            }
-            (Some(train), Some(micro)) => {
-                let Some(accumulation) = accumulation else {
-                    let accumulation = exact_quotient(train, [micro_factor(micro), dp_factor])?;
-                    return Ok(Self { train, micro, accumulation });
-                };
-                match product([micro_factor(micro), accumulation_factor(accumulation), dp_factor])? {
-                    total if total == train => Ok(Self { train, micro, accumulation }),
-                    _ => Err(BatchError::Contradiction { train, micro, accumulation, dp, mesh: None }),
+                let total = product(&[micro_factor(micro), accumulation_factor(accumulation), dp_factor])?;
+                if let Some(train) = stated.filter(|stated| *stated != total) {
+                    return Err(BatchError::Contradiction { train, micro, accumulation, dp, mesh: None });
                 }
+                (total, micro, accumulation)
             }
-        }
+        };
+        Ok(Self { train, micro, accumulation })
     }
 }
 
@@ -122,39 +125,30 @@ fn remedy(mesh: &Option<String>) -> String {
     }
 }
 
-/// A key and its value.
-type Factor = (&'static str, usize);
-
-fn micro_factor(micro: usize) -> Factor {
-    ("`train_micro_batch_size_per_gpu`", micro)
+/// A factor of the train batch size.
+#[derive(Clone, Copy)]
+struct Factor {
+    name: &'static str,
+    size: usize,
 }
 
-fn accumulation_factor(accumulation: usize) -> Factor {
-    ("`gradient_accumulation_steps`", accumulation)
-}
-
-fn product<const N: usize>(factors: [Factor; N]) -> Result<usize, BatchError> {
-    let product = factors.iter().try_fold(1usize, |product, (_, value)| product.checked_mul(*value));
+fn product(factors: &[Factor]) -> Result<usize, BatchError> {
+    let product = factors.iter().try_fold(1_usize, |product, factor| product.checked_mul(factor.size));
     product.ok_or_else(|| BatchError::Overflow { factors: spelled_out(factors) })
 }
 
-fn exact_quotient(train: usize, factors: [Factor; 2]) -> Result<usize, BatchError> {
+fn exact_quotient(train: usize, factors: &[Factor]) -> Result<usize, BatchError> {
     let divisor = product(factors)?;
-    match train.is_multiple_of(divisor) {
-        true => Ok(train / divisor),
-        false => {
-            let mut factors = spelled_out(factors);
-            if factors.contains('×') {
-                factors += &format!(" = {divisor}");
-            }
-            Err(BatchError::Indivisible { train, divisor, factors })
-        }
+    if train.is_multiple_of(divisor) {
+        return Ok(train / divisor);
     }
+    let value = if factors.len() > 1 { format!(" = {divisor}") } else { String::new() };
+    Err(BatchError::Indivisible { train, divisor, factors: spelled_out(factors) + &value })
 }
 
-fn spelled_out<const N: usize>(factors: [Factor; N]) -> String {
-    let named = factors.iter().filter(|(name, _)| !name.is_empty());
-    named.map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(" × ")
+fn spelled_out(factors: &[Factor]) -> String {
+    let factors = factors.iter().map(|Factor { name, size }| format!("{name} {size}"));
+    factors.collect::<Vec<_>>().join(" × ")
 }
 
 fn nearest_multiples(size: usize, divisor: usize) -> String {

@@ -78,23 +78,13 @@ pub enum ConfigError {
         /// The setting that it resolves to.
         source_of_value: &'static str,
     },
-    /// The value of a `--set` is invalid.
+    /// A command-line flag is invalid, or out of range.
     #[error("{flag}: {reason}")]
-    InvalidSetting {
-        /// The flag with its value.
+    InvalidFlag {
+        /// The flag, with its value if it is one of several.
         flag: String,
         /// The problem.
         reason: String,
-    },
-    /// A command-line flag is out of range.
-    #[error("--{flag}: expected {expected}, found {found}")]
-    InvalidFlag {
-        /// The flag, without dashes.
-        flag: &'static str,
-        /// The valid values.
-        expected: String,
-        /// The given value.
-        found: String,
     },
     /// A required setting is not set.
     #[error("`ulysses.{key}` is not set: set it in the config file, or pass --{flag}")]

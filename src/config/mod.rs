@@ -8,7 +8,7 @@
 //!    default, value of `"auto"`, and whether the key is supported, without effect or refused;
 //! 3. [`RawConfig`] is a valid file, not yet complete. Otherwise every error is reported: file, line, column, excerpt, key
 //!    path, valid values;
-//! 4. [`Settings`] change values of the file before it is checked. [`RawConfig::resolve`] adds the other flags
+//! 4. [`Settings`], and the keys of a rule, replace values of the file before it is checked. [`RawConfig::resolve`] adds the other flags
 //!    ([`Overrides`]), resolves mesh and batch sizes, and returns a complete [`Config`];
 //! 5. [`LrSchedule`] turns the scheduler section into a learning rate per step.
 //!

@@ -58,19 +58,14 @@ impl Overrides {
 
     /// Applies the flags to the section that they override.
     pub(super) fn apply(&self, ulysses: &mut UlyssesConfig) {
-        fn put<T: Clone>(flag: &Option<T>, place: &mut Option<T>) {
-            if flag.is_some() {
-                place.clone_from(flag);
-            }
-        }
         if self.steps.is_some() || self.epochs.is_some() {
             (ulysses.steps, ulysses.epochs) = (self.steps, self.epochs);
         }
-        put(&self.seq_len, &mut ulysses.seq_len);
-        put(&self.threads_per_rank, &mut ulysses.threads_per_rank);
-        put(&self.model, &mut ulysses.model);
-        put(&self.tokenizer, &mut ulysses.tokenizer);
-        put(&self.output, &mut ulysses.output);
+        ulysses.seq_len = self.seq_len.or(ulysses.seq_len);
+        ulysses.threads_per_rank = self.threads_per_rank.or(ulysses.threads_per_rank);
+        ulysses.model = self.model.clone().or(ulysses.model.take());
+        ulysses.tokenizer = self.tokenizer.clone().or(ulysses.tokenizer.take());
+        ulysses.output = self.output.clone().or(ulysses.output.take());
         if !self.data.is_empty() {
             ulysses.data.clone_from(&self.data);
         }
@@ -91,8 +86,8 @@ impl Overrides {
     }
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {
-        let invalid = |flag, expected: &str, found: &str| {
-            Err(ConfigError::InvalidFlag { flag, expected: expected.to_owned(), found: found.to_owned() })
+        let invalid = |flag: &str, reason: &str| {
+            Err(ConfigError::InvalidFlag { flag: format!("--{flag}"), reason: reason.to_owned() })
         };
         let counts = [
             ("mesh", self.mesh.is_some_and(|mesh| mesh.into_array().contains(&0))),
@@ -102,10 +97,10 @@ impl Overrides {
             ("threads-per-rank", self.threads_per_rank == Some(0)),
         ];
         if let Some((flag, _)) = counts.into_iter().find(|(_, is_zero)| *is_zero) {
-            return invalid(flag, "at least 1", "0");
+            return invalid(flag, "expected at least 1, found 0");
         }
         if self.steps.is_some() && self.epochs.is_some() {
-            return invalid("epochs", "either --steps or --epochs", "both");
+            return invalid("epochs", "expected either --steps or --epochs, found both");
         }
         let is_empty = |text: &Option<String>| text.as_deref() == Some("");
         let texts = [
@@ -115,7 +110,7 @@ impl Overrides {
             ("data", self.data.iter().any(|source| source.path.is_empty())),
         ];
         match texts.into_iter().find(|(_, is_empty)| *is_empty) {
-            Some((flag, _)) => invalid(flag, "a non-empty string", "an empty one"),
+            Some((flag, _)) => invalid(flag, "expected a non-empty string, found an empty one"),
             None => Ok(()),
         }
     }

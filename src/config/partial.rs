@@ -1,7 +1,7 @@
 //! Partial resolution of an incomplete config, for `ulysses config resolve`.
 
 use super::auto::TOTAL_NUM_STEPS;
-use super::batch::BatchError;
+use super::batch::{BATCH_KEYS, BatchError};
 use super::config::Config;
 use super::error::ConfigError;
 use super::mesh_shape::MeshShapeError;
@@ -29,9 +29,6 @@ pub struct UnresolvedValue {
     /// The flag or key that determines it.
     pub needs: String,
 }
-
-const BATCH_KEYS: [&str; 3] =
-    ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 impl RawConfig {
     /// Like [`resolve`](Self::resolve), but assumes unset steps, mesh or batch sizes, and reports them as open.

@@ -1,6 +1,7 @@
 //! A checked config file: [`RawConfig`].
 
 use super::auto::TOTAL_NUM_STEPS;
+use super::batch::BATCH_KEYS;
 use super::config::{Config, LossNormalization, root};
 use super::error::ConfigError;
 use super::mesh_shape::{SizeOrigin, StatedSize, StatedSizes};
@@ -9,7 +10,7 @@ use super::sections::checkpoint::CheckpointConfig;
 use super::sections::mesh::stated_sizes;
 use super::sections::precision::Precision;
 use super::sections::ulysses::Backend;
-use super::sections::zero::stated_shard_sizes;
+use super::sections::zero::{ZeroStage, stated_shard_sizes};
 use super::settings::Settings;
 use crate::config_file::ConfigFileError;
 use crate::config_file::define::Keys;
@@ -210,17 +211,16 @@ impl RawConfig {
     }
 
     fn read(root: &Section<'_>, file: &str, report: &Report<'_>) -> Self {
-        let batch = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
-        let stated = batch.iter().filter(|key| !root.is_auto(key)).filter_map(|key| root.range(key));
+        let stated = BATCH_KEYS.iter().filter(|key| !root.is_auto(key)).filter_map(|key| root.range(key));
         // A flag is more likely to be wrong than the file that it changes.
         let batch_range = stated.min_by_key(|range| (!report.is_of_flag(range.start), range.start));
         let ulysses = root.section("ulysses");
         Self {
             file: file.to_owned(),
             config: read_config(root),
-            train_batch_size: root.get(batch[0]),
-            micro_batch_size: root.get(batch[1]).or(micro_batch_of_trainer(root)),
-            gradient_accumulation_steps: root.get(batch[2]),
+            train_batch_size: root.get(BATCH_KEYS[0]),
+            micro_batch_size: root.get(BATCH_KEYS[1]).or(micro_batch_of_trainer(root)),
+            gradient_accumulation_steps: root.get(BATCH_KEYS[2]),
             batch_place: batch_range.map(|range| report.place(range)),
             sizes: stated_sizes(root),
             shard_sizes: stated_shard_sizes(&root.section("zero_optimization")),
@@ -240,6 +240,9 @@ fn read_config(root: &Section<'_>) -> Config {
     let scheduler = root.section("scheduler");
     config.scheduler = config.scheduler.map(|rule| rule.with_base_lr(&scheduler, base_lr));
     config.optimizer.check(&root.section("optimizer"));
+    if root.get("zero_optimization") == Some(true) {
+        config.zero.stage = ZeroStage::OptimizerStates; // the old form
+    }
     config.zero.check(&root.section("zero_optimization"));
     let is_f32 = config.precision == Precision::F32;
     config.ulysses.check(&root.section("ulysses"), base_lr, is_f32);
@@ -252,8 +255,7 @@ fn read_config(root: &Section<'_>) -> Config {
     let checkpoint = root.section("checkpoint");
     config.checkpoint = config.checkpoint.filter(|_| CheckpointConfig::is_enabled(&checkpoint));
     if !root.names("gradient_clipping") {
-        let note = "`gradient_clipping` is not set: gradients are not clipped (DeepSpeed 0.19 clips at 1.0)";
-        root.warn(note.to_owned());
+        root.warn("`gradient_clipping` is not set: gradients are not clipped (DeepSpeed 0.19 clips at 1.0)");
     }
     config
 }
@@ -261,6 +263,6 @@ fn read_config(root: &Section<'_>) -> Config {
 /// Returns the Trainer's value of `"auto"` if no other key determines it: its argument
 /// `per_device_train_batch_size` is 8 by default.
 fn micro_batch_of_trainer(root: &Section<'_>) -> Option<usize> {
-    let is_open = root.is_auto("train_micro_batch_size_per_gpu") && root.json("train_batch_size").is_none();
+    let is_open = root.is_auto(BATCH_KEYS[1]) && root.json(BATCH_KEYS[0]).is_none();
     is_open.then_some(8)
 }

@@ -9,7 +9,7 @@ use super::overrides::Overrides;
 use super::raw::RawConfig;
 use super::sections::mesh_rules::MeshRule;
 use super::sections::mesh_spec::StatedMesh;
-use super::sections::pipeline::PipelineSchedule;
+use super::sections::pipeline::{PipelineConfig, PipelineSchedule, stages_of_each};
 use super::sections::scheduler::SchedulerConfig;
 use super::sections::zero::PartitionAxes;
 use crate::config_file::reader::Note;
@@ -230,57 +230,76 @@ impl Resolution<'_> {
 
 fn check_ring(config: &Config) -> Result<(), MeshShapeError> {
     let (ring_size, sp) = (config.ulysses.ring_size, config.mesh.sp_size);
-    match sp.is_multiple_of(ring_size) {
-        false => Err(MeshShapeError::RingSize { ring_size, sp }),
-        true if config.ulysses.flexible_sp && ring_size > 1 => {
-            Err(MeshShapeError::FlexibleRing { ring_size })
-        }
-        true => Ok(()),
-    }
+    let reason = if !sp.is_multiple_of(ring_size) {
+        format!("`ulysses.ring_size` {ring_size} does not divide sp {sp}: a ring has groups of equal size")
+    } else if config.ulysses.flexible_sp && ring_size > 1 {
+        format!(
+            "`ulysses.flexible_sp` does not support rings, but `ulysses.ring_size` is {ring_size}: set `ulysses.flexible_sp` to \
+             false, or use no ring and at most as many sp ranks as the model has query heads"
+        )
+    } else {
+        return Ok(());
+    };
+    Err(MeshShapeError::Setting { key: "ulysses.ring_size", reason })
 }
 
 /// Refuses what supports neither pipeline nor tensor parallelism.
 fn check_divided_model(config: &Config) -> Result<(), MeshShapeError> {
+    const SHARD_SIZE: &str = "zero_optimization.mics_shard_size";
     let MeshShape { pp, tp, .. } = config.mesh.shape();
     let axes = [(PP_AXIS, pp, "pipeline"), (TP_AXIS, tp, "tensor")];
     let Some((axis, size, parallelism)) = axes.into_iter().find(|(_, size, _)| *size > 1) else {
         return Ok(());
     };
-    let key = |key: &str, is_set: bool| is_set.then(|| format!("`{key}`"));
     let copies = config.checkpoint.as_ref().and_then(|checkpoint| checkpoint.memory_interval);
-    let shard_size = config.zero_shard_size().map(|size| format!("ZeRO's shard size, {size},"));
     let spans_sp = config.zero_axes() == PartitionAxes::DpSp;
+    let shard_size = config.zero_shard_size();
     let features = [
-        (key("ulysses.flexible_sp", config.ulysses.flexible_sp), "set it to false"),
-        (key("ulysses.zero_partition_axes", spans_sp), "set it to [\"dp\"]"),
-        (shard_size, "remove it, so that ZeRO partitions over dp"),
-        (key("checkpoint.memory_interval", copies.is_some()), "remove it"),
+        ("ulysses.flexible_sp", config.ulysses.flexible_sp, "set it to false"),
+        ("ulysses.zero_partition_axes", spans_sp, "set it to [\"dp\"]"),
+        (SHARD_SIZE, shard_size.is_some(), "remove it, so that ZeRO partitions over dp"),
+        ("checkpoint.memory_interval", copies.is_some(), "remove it"),
     ];
-    match features.into_iter().find_map(|(feature, remedy)| Some((feature?, remedy))) {
-        Some((feature, remedy)) => {
-            Err(MeshShapeError::Unsupported { axis, size, parallelism, feature, remedy })
-        }
-        None => Ok(()),
-    }
+    let Some((key, _, remedy)) = features.into_iter().find(|(_, is_set, _)| *is_set) else { return Ok(()) };
+    let feature = match shard_size {
+        Some(size) if key == SHARD_SIZE => format!("ZeRO's shard size, {size},"),
+        _ => format!("`{key}`"),
+    };
+    let reason = format!(
+        "{axis} is {size}, but {feature} does not support {parallelism} parallelism: {remedy}, or use {axis} 1"
+    );
+    Err(MeshShapeError::Setting { key, reason })
 }
 
 /// Checks that the stages of a pipeline can be scheduled, and that `layers_per_stage` has an entry for each.
 fn check_stages(config: &Config) -> Result<(), MeshShapeError> {
     let (pp, accumulation) = (config.mesh.pp_size, config.gradient_accumulation_steps);
-    let pipeline = &config.ulysses.pipeline;
-    let virtual_stages = pipeline.virtual_stages;
-    if pp == 1 {
+    let PipelineConfig { schedule, virtual_stages, layers_per_stage } = &config.ulysses.pipeline;
+    let entries = layers_per_stage.as_ref().map(Vec::len);
+    let other_entries = entries.filter(|entries| *entries != pp.saturating_mul(*virtual_stages));
+    let (key, reason) = if pp == 1 {
         return Ok(());
-    }
-    if virtual_stages > 1 && pipeline.schedule != PipelineSchedule::OneForwardOneBackward {
-        return Err(MeshShapeError::OneStageSchedule { virtual_stages, schedule: pipeline.schedule.name() });
-    }
-    if virtual_stages > 1 && !accumulation.is_multiple_of(pp) {
-        return Err(MeshShapeError::InterleavedMicroBatches { pp, accumulation });
-    }
-    let entries = pipeline.layers_per_stage.as_ref().map(Vec::len);
-    match entries.filter(|entries| *entries != pp.saturating_mul(virtual_stages)) {
-        Some(entries) => Err(MeshShapeError::LayersPerStage { pp, virtual_stages, entries }),
-        None => Ok(()),
-    }
+    } else if *virtual_stages > 1 && *schedule != PipelineSchedule::OneForwardOneBackward {
+        let reason = format!(
+            "`ulysses.pipeline.virtual_stages` is {virtual_stages}, but the schedule \"{}\" has one stage per rank: use \"1f1b\", \
+             which is then interleaved, or virtual_stages 1",
+            schedule.name()
+        );
+        ("ulysses.pipeline.virtual_stages", reason)
+    } else if *virtual_stages > 1 && !accumulation.is_multiple_of(pp) {
+        let reason = format!(
+            "`ulysses.pipeline.virtual_stages` needs micro batches in groups of pp {pp}, but there are {accumulation} \
+             (`gradient_accumulation_steps`): use a multiple of {pp}, or virtual_stages 1"
+        );
+        ("ulysses.pipeline.virtual_stages", reason)
+    } else if let Some(entries) = other_entries {
+        let reason = format!(
+            "pp is {pp}{}, but `ulysses.pipeline.layers_per_stage` has {entries} entries: expected one for each stage, or remove it",
+            stages_of_each(*virtual_stages)
+        );
+        ("ulysses.pipeline.layers_per_stage", reason)
+    } else {
+        return Ok(());
+    };
+    Err(MeshShapeError::Setting { key, reason })
 }

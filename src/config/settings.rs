@@ -137,7 +137,7 @@ impl Settings {
 
 impl SetDocument {
     fn apply<'a>(&'a self, root: &mut Object<'a>) -> Result<(), ConfigError> {
-        let invalid = |fault: Box<super::Diagnostic>| ConfigError::InvalidSetting {
+        let invalid = |fault: Box<super::Diagnostic>| ConfigError::InvalidFlag {
             flag: self.setting.flag.clone(),
             reason: fault.to_string(),
         };

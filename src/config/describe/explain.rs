@@ -2,8 +2,7 @@
 
 use crate::config::config::entries;
 use crate::config_file::vocabulary::{
-    AutoValue, DefaultValue, Effect, Entry, Harmless, Key, Literal, Synonym, Value, absent, nearest,
-    synonym_of,
+    Effect, Entry, Harmless, Key, Literal, Synonym, Value, absent, nearest, synonym_of,
 };
 use std::fmt::{self, Write};
 
@@ -39,8 +38,7 @@ pub fn explain(key: &str) -> Result<String, UnknownKey> {
         // Before last names: `block_size` more often means Hugging Face's than that of `aio`.
         .or_else(|| synonym(key, &entries))
         .or_else(|| explained(&|entry| entry.key.name == key))
-        .or_else(|| other_name(key, &entries))
-        .or_else(|| refused_name(key, &entries))
+        .or_else(|| name_of_type(key, &entries))
         .or_else(|| Some(format!("`{key}` does not exist here: {}\n", absent(&key.to_lowercase())?)))
         .ok_or_else(|| UnknownKey { key: key.to_owned(), suggestions: suggestions(key, &entries) })
 }
@@ -57,24 +55,17 @@ fn synonym(name: &str, entries: &[Entry]) -> Option<String> {
     Some(format!("`{name}` is called `{key}` here{remark}\n\n{explanations}"))
 }
 
-/// Returns the name here of an optimizer that has another name too.
-fn other_name(name: &str, entries: &[Entry]) -> Option<String> {
-    entries.iter().find_map(|entry| {
-        let Value::Variant { variants, .. } = entry.key.value else { return None };
-        let is_other = |other: &&&str| other.eq_ignore_ascii_case(name);
-        let found = variants
-            .iter()
-            .find_map(|variant| variant.other_names.iter().find(is_other).map(|other| (other, variant.name)));
-        found.map(|(other, own)| format!("`{}` \"{other}\" is another name of \"{own}\"\n", entry.path))
-    })
-}
-
-/// Returns the replacement for an optimizer or a scheduler that is not supported.
-fn refused_name(name: &str, entries: &[Entry]) -> Option<String> {
-    entries.iter().find_map(|entry| {
-        let Value::Variant { refused, .. } = entry.key.value else { return None };
-        let refused = refused.iter().find(|refused| refused.name.eq_ignore_ascii_case(name))?;
-        Some(format!("`{}` \"{}\": {}\n", entry.path, refused.name, refused.reason))
+/// Describes another name of an optimizer or a scheduler, or one that is not supported.
+fn name_of_type(name: &str, entries: &[Entry]) -> Option<String> {
+    entries.iter().find_map(|Entry { path, key, .. }| {
+        let Value::Variant { variants, refused } = key.value else { return None };
+        let is_name = |other: &str| other.eq_ignore_ascii_case(name);
+        let other = variants.iter().find_map(|variant| {
+            let other = variant.other_names.iter().find(|other| is_name(other))?;
+            Some(format!("`{path}` \"{other}\" is another name of \"{}\"\n", variant.name))
+        });
+        let refused = refused.iter().find(|refused| is_name(refused.name));
+        other.or(refused.map(|refused| format!("`{path}` \"{}\": {}\n", refused.name, refused.reason)))
     })
 }
 
@@ -99,8 +90,8 @@ fn explanation(entry: &Entry) -> String {
         line("what", &entry.key.about);
     }
     line("value", &entry.key.value);
-    line("default", &default_text(entry));
-    if let Some(auto) = auto_text(entry) {
+    line("default", &entry.key.default);
+    if let Some(auto) = entry.key.auto {
         line("auto", &auto);
     }
     match (entry.key.value, entry.key.effect) {
@@ -112,23 +103,6 @@ fn explanation(entry: &Entry) -> String {
     }
     text.push('\n');
     text
-}
-
-pub(crate) fn default_text(entry: &Entry) -> String {
-    match entry.key.default {
-        DefaultValue::Is(literal) => literal.to_string(),
-        DefaultValue::Derived(from) => from.to_owned(),
-        DefaultValue::Required => "none: required".to_owned(),
-    }
-}
-
-/// Returns the value of `"auto"`, if it is not the default.
-pub(crate) fn auto_text(entry: &Entry) -> Option<String> {
-    match entry.key.auto {
-        AutoValue::AsDefault => None,
-        AutoValue::Is(literal) => Some(literal.to_string()),
-        AutoValue::Derived(from) => Some(from.to_owned()),
-    }
 }
 
 pub(crate) fn effect_text(key: &Key) -> String {

@@ -1,6 +1,6 @@
 //! `docs/config.md`, generated from the vocabulary.
 
-use super::explain::{auto_text, default_text, effect_text};
+use super::explain::effect_text;
 use crate::config::config::entries;
 use crate::config_file::vocabulary::{DEEPSPEED_VERSION, Effect, Entry};
 use std::fmt::Write;
@@ -67,9 +67,9 @@ fn title(entry: &Entry) -> String {
 }
 
 fn row(entry: &Entry) -> String {
-    let default = match auto_text(entry) {
-        Some(auto) => format!("{}; \"auto\": {auto}", default_text(entry)),
-        None => default_text(entry),
+    let default = match entry.key.auto {
+        Some(auto) => format!("{}; \"auto\": {auto}", entry.key.default),
+        None => entry.key.default.to_string(),
     };
     let cells = [entry.key.value.to_string(), default, entry.key.about.to_owned(), effect_text(entry.key)];
     let cells = cells.map(|cell| cell.replace('|', "\\|").replace('<', "&lt;"));

@@ -46,7 +46,7 @@ impl CheckpointConfig {
         if !asks {
             let note = "`checkpoint` has only keys of DeepSpeed, so nothing is saved: set `checkpoint.interval` to save a \
                         checkpoint every `interval` steps and after the last";
-            section.warn(note.to_owned());
+            section.warn(note);
         }
         asks
     }

@@ -1,6 +1,5 @@
 //! `ulysses.pipeline`: the stages of pipeline parallelism, and the order of their passes.
 
-use crate::config::mesh_shape::stages_of_each;
 use crate::config_file::define::words::{choice, count, counts};
 use crate::config_file::define::{choices, keys};
 use std::ops::Range;
@@ -64,6 +63,14 @@ pub enum StagesError {
         /// Layers of the model.
         num_layers: usize,
     },
+}
+
+/// Names the number of stages of each rank, if there are several.
+pub(in crate::config) fn stages_of_each(virtual_stages: usize) -> String {
+    match virtual_stages {
+        1 => String::new(),
+        _ => format!(" with {virtual_stages} stages each (`ulysses.pipeline.virtual_stages`)"),
+    }
 }
 
 impl PipelineConfig {

@@ -235,10 +235,7 @@ impl Offload {
 
 impl FieldValue for ZeroStage {
     fn read(section: &Section<'_>, name: &str) -> Self {
-        match section.is_switched_on() {
-            true => Self::OptimizerStates, // the old form
-            false => section.get(name).and_then(Self::from_number).unwrap_or_default(),
-        }
+        section.get(name).and_then(Self::from_number).unwrap_or_default()
     }
 
     fn written(&self) -> Option<Json> {

@@ -3,7 +3,7 @@
 use super::*;
 use crate::config::config::entries;
 use crate::config_file::vocabulary::{
-    Contents, DefaultValue, Effect, Entry, Harmless, Key, Literal, Max, Value as Kind, find, table_paths,
+    DefaultValue, Effect, Entry, Harmless, Key, Literal, Max, Value as Kind, find, table_paths,
 };
 use serde_json::{Value, json};
 
@@ -280,7 +280,11 @@ fn zero_as_a_boolean_is_stage_1() {
 #[test]
 fn the_table_is_consistent() {
     for entry in entries() {
-        for Contents { keys, .. } in entry.key.value.contents() {
+        let sections: Vec<_> = match entry.key.value {
+            Kind::Params(variants) => variants.iter().map(|variant| variant.params).collect(),
+            value => vec![value.keys()],
+        };
+        for keys in sections {
             let mut names: Vec<_> = keys.iter().map(|key| key.name).collect();
             names.sort_unstable();
             let num_names = names.len();

@@ -45,6 +45,11 @@ pub(crate) trait FieldValue: Sized {
         key
     }
 
+    /// Adds the key to those of the section at `path`.
+    fn declare_into(keys: &mut Vec<Key>, key: Key, path: &str) {
+        keys.push(Self::complete(key, &join(path, key.name)));
+    }
+
     /// Returns the value in the file, or the default; a placeholder for an invalid value.
     fn read(section: &Section<'_>, name: &str) -> Self;
 
@@ -74,6 +79,13 @@ impl<T: Keys> FieldValue for T {
         Key { value, ..key }
     }
 
+    fn declare_into(keys: &mut Vec<Key>, key: Key, path: &str) {
+        match key.is_group() {
+            true => keys.extend(T::declare(path)),
+            false => keys.push(Self::complete(key, &join(path, key.name))),
+        }
+    }
+
     fn read(section: &Section<'_>, name: &str) -> Self {
         T::from_section(&section.section(name))
     }
@@ -85,21 +97,20 @@ impl<T: Keys> FieldValue for T {
     }
 }
 
-/// Adds a key to a section that is written, unless it is omitted, or is itself a section without keys that may be absent.
+/// Adds a key, or the keys of a group, to a section that is written, unless it is omitted, or is itself a section without keys
+/// that may be absent.
 pub(crate) fn write_key(section: &mut Map<String, Json>, key: Key, value: Option<Json>) {
     let is_required = matches!(key.default, DefaultValue::Required);
     let is_needed = |value: &Json| is_required || value.as_object().is_none_or(|keys| !keys.is_empty());
-    section.extend(value.filter(is_needed).map(|value| (key.name.to_owned(), value)));
+    match value.filter(is_needed) {
+        Some(Json::Object(group)) if key.is_group() => section.extend(group),
+        value => section.extend(value.map(|value| (key.name.to_owned(), value))),
+    }
 }
 
 /// Returns the keys of the section `T` at `path`: ours, then DeepSpeed's.
 pub(crate) fn section_keys<T: Keys>(path: &str) -> &'static [Key] {
     complete(T::declare(path), path, None)
-}
-
-/// Returns the key of a field of type `T`.
-pub(crate) fn declared<T: FieldValue>(key: Key, path: &str) -> Key {
-    T::complete(key, &join(path, key.name))
 }
 
 impl<T: FieldValue> FieldValue for Option<T> {
@@ -194,49 +205,38 @@ macro_rules! keys {
         impl $crate::config_file::define::Keys for $struct {
             fn declare(path: &str) -> Vec<$crate::config_file::vocabulary::Key> {
                 let mut keys = Vec::new();
-                $( keys!(@declare keys, path, $type, $field, [$($doc)+] $(, $key)?); )*
+                $( <$type as $crate::config_file::define::FieldValue>::declare_into(
+                    &mut keys,
+                    keys!(@key $field [$($doc)+] $($key)?),
+                    path,
+                ); )*
                 keys
             }
 
             fn from_section(section: &$crate::config_file::reader::Section<'_>) -> Self {
                 Self {
-                    $( $field: keys!(@read section, $type, $field $(, $key)?), )*
+                    $( $field: <$type as $crate::config_file::define::FieldValue>::read(
+                        section,
+                        keys!(@key $field [""] $($key)?).name,
+                    ), )*
                     $( $( $rest: Default::default(), )* )?
                 }
             }
 
             fn write_into(&self, object: &mut serde_json::Map<String, serde_json::Value>) {
-                $( keys!(@write &self.$field, object, $type, $field $(, $key)?); )*
+                $( $crate::config_file::define::write_key(
+                    object,
+                    keys!(@key $field [""] $($key)?),
+                    <$type as $crate::config_file::define::FieldValue>::written(&self.$field),
+                ); )*
             }
         }
     };
-    (@declare $keys:ident, $path:ident, $type:ty, $field:ident, [$($doc:literal)+]) => {
-        $keys.extend(<$type as $crate::config_file::define::Keys>::declare($path))
+    (@key $field:ident [$($doc:literal)+]) => {
+        $crate::config_file::vocabulary::Key::GROUP
     };
-    (@declare $keys:ident, $path:ident, $type:ty, $field:ident, [$($doc:literal)+], $key:expr) => {
-        $keys.push($crate::config_file::define::declared::<$type>(
-            const { ($key).of_field(stringify!($field), concat!($($doc),+)) },
-            $path,
-        ))
-    };
-    (@read $section:ident, $type:ty, $field:ident) => {
-        <$type as $crate::config_file::define::Keys>::from_section($section)
-    };
-    (@read $section:ident, $type:ty, $field:ident, $key:expr) => {
-        <$type as $crate::config_file::define::FieldValue>::read(
-            $section,
-            const { ($key).of_field(stringify!($field), "").name },
-        )
-    };
-    (@write $value:expr, $object:ident, $type:ty, $field:ident) => {
-        <$type as $crate::config_file::define::Keys>::write_into($value, $object)
-    };
-    (@write $value:expr, $object:ident, $type:ty, $field:ident, $key:expr) => {
-        $crate::config_file::define::write_key(
-            $object,
-            const { ($key).of_field(stringify!($field), "") },
-            <$type as $crate::config_file::define::FieldValue>::written($value),
-        )
+    (@key $field:ident [$($doc:literal)+] $key:expr) => {
+        const { ($key).of_field(stringify!($field), concat!($($doc),+)) }
     };
 }
 

@@ -3,7 +3,7 @@
 //! A definition follows a field of a section ([`keys!`](super)). The field gives the name and the documentation of the
 //! key, the definition its type, range, default and the value of `"auto"`.
 
-use crate::config_file::vocabulary::{Array, AutoValue, DefaultValue, Key, Literal, Max, Range, Value};
+use crate::config_file::vocabulary::{Array, DefaultValue, Key, Literal, Max, Range, Value};
 
 /// From 0 to 1, excluding 1.
 const BELOW_1: Range = Range { min: 0.0, max: Max::Below(1.0) };
@@ -131,11 +131,11 @@ impl Key {
 
     /// Sets the value of `"auto"`.
     pub(crate) const fn auto(self, becomes: Literal) -> Self {
-        Self { auto: AutoValue::Is(becomes), ..self }
+        Self { auto: Some(DefaultValue::Is(becomes)), ..self }
     }
 
     pub(crate) const fn auto_derived(self, from: &'static str) -> Self {
-        Self { auto: AutoValue::Derived(from), ..self }
+        Self { auto: Some(DefaultValue::Derived(from)), ..self }
     }
 
     /// Accepts `null` for an absent key.

@@ -8,8 +8,8 @@ use super::document::{abbreviated, describe, integer_of, mesh_text};
 use super::note::Note;
 use super::report::{Auto, Report};
 use crate::config_file::vocabulary::{
-    Array, AutoValue, DefaultValue, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant,
-    entries_of, find, is_comment, join, refused_name,
+    Array, DefaultValue, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant, entries_of, find,
+    is_comment, join, refused_name,
 };
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::{Range, Ranged};
@@ -84,7 +84,7 @@ impl Checker<'_, '_> {
         }
         if is_auto(value, key) {
             self.report.add_auto(Auto { path: path.clone(), key });
-            if matches!(key.default, DefaultValue::Required) && matches!(key.auto, AutoValue::AsDefault) {
+            if matches!(key.auto_value(), DefaultValue::Required) {
                 let expected = format!("{}; \"auto\" has no value for this key", key.value);
                 self.invalid(&path, value, value.range(), expected);
             }

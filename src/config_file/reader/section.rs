@@ -8,22 +8,19 @@ use super::diagnostic::{Position, Problem};
 use super::document::{describe, mesh_text, to_json};
 use super::note::Note;
 use super::report::Report;
-use crate::config_file::vocabulary::{
-    AutoValue, DefaultValue, Effect, Key, Value as Kind, find, is_comment, join,
-};
+use crate::config_file::vocabulary::{Effect, Key, Value as Kind, find, is_comment, join};
 use jsonc_parser::ast::{Object, Value};
 use jsonc_parser::common::{Range, Ranged};
 use serde::de::DeserializeOwned;
 use serde_json::Value as Json;
 
 /// An object of the file; an absent one reads as an empty one.
+#[derive(Clone)]
 pub(crate) struct Section<'a> {
     report: &'a Report<'a>,
     path: String,
     object: Option<&'a Object<'a>>,
     keys: &'static [Key],
-    /// Whether the file has `true` instead of the section.
-    is_switched_on: bool,
 }
 
 impl<'a> Section<'a> {
@@ -33,16 +30,15 @@ impl<'a> Section<'a> {
 
     /// Creates an absent section with these keys.
     pub(crate) fn absent(report: &'a Report<'a>, keys: &'static [Key]) -> Self {
-        Self { report, path: String::new(), object: None, keys, is_switched_on: false }
+        Self { report, path: String::new(), object: None, keys }
     }
 
-    /// Returns the section at `name`.
+    /// Returns the section at `name`; an empty name is that of a group of keys in this section.
     pub(crate) fn section(&self, name: &str) -> Section<'a> {
-        let (object, is_switched_on) = match self.given_value(name) {
-            Some(Value::Object(object)) => (Some(object), false),
-            Some(Value::BooleanLit(switch)) => (None, switch.value),
-            _ => (None, false),
-        };
+        if name.is_empty() {
+            return self.clone();
+        }
+        let object = self.given_value(name).and_then(object_in);
         let keys = match find(self.keys, name).map(|key| key.value) {
             Some(Kind::Params(variants)) => {
                 let siblings = self.object.map_or(&[][..], |object| &object.properties);
@@ -50,7 +46,7 @@ impl<'a> Section<'a> {
             }
             kind => kind.map_or(&[][..], Kind::keys),
         };
-        Section { report: self.report, path: join(&self.path, name), object, keys, is_switched_on }
+        Section { report: self.report, path: join(&self.path, name), object, keys }
     }
 
     /// Returns the sections of the array at `name`; elements that are strings read as empty sections.
@@ -59,8 +55,7 @@ impl<'a> Section<'a> {
         let keys = find(self.keys, name).map_or(&[][..], |key| key.value.keys());
         let section = |(index, element): (usize, &'a Value<'a>)| {
             let path = format!("{}[{index}]", join(&self.path, name));
-            let object = if let Value::Object(object) = element { Some(object) } else { None };
-            Section { report: self.report, path, object, keys, is_switched_on: false }
+            Section { report: self.report, path, object: object_in(element), keys }
         };
         array.elements.iter().enumerate().map(section).collect()
     }
@@ -68,17 +63,9 @@ impl<'a> Section<'a> {
     /// Returns the value of the key.
     pub(crate) fn json(&self, name: &str) -> Option<Json> {
         let key = find(self.keys, name)?;
-        let default = || match key.default {
-            DefaultValue::Is(literal) => Some(literal.to_json()),
-            DefaultValue::Derived(_) | DefaultValue::Required => None,
-        };
         match self.given_value(name) {
-            Some(value) if is_auto(value, key) => match key.auto {
-                AutoValue::Is(literal) => Some(literal.to_json()),
-                AutoValue::AsDefault => default(),
-                AutoValue::Derived(_) => None,
-            },
-            None | Some(Value::NullKeyword(_)) => default(),
+            Some(value) if is_auto(value, key) => key.auto_value().to_json(),
+            None | Some(Value::NullKeyword(_)) => key.default.to_json(),
             Some(value) => Some(to_json(value)),
         }
     }
@@ -114,11 +101,6 @@ impl<'a> Section<'a> {
     pub(crate) fn given(&self) -> impl Iterator<Item = &'a str> {
         let properties = self.object.map_or(&[][..], |object| &object.properties);
         properties.iter().map(|property| property.name.as_str()).filter(|name| !is_comment(name))
-    }
-
-    /// Returns whether the file has `true` instead of the section.
-    pub(crate) fn is_switched_on(&self) -> bool {
-        self.is_switched_on
     }
 
     /// Returns whether the file has the key, including as `"auto"`.
@@ -159,12 +141,12 @@ impl<'a> Section<'a> {
     }
 
     /// Adds a note: the run does what the file asks for.
-    pub(crate) fn note(&self, note: String) {
+    pub(crate) fn note(&self, note: impl Into<String>) {
         self.report.note(Note::info(note));
     }
 
     /// Adds a warning: the run differs from what the file asks for, or from DeepSpeed.
-    pub(crate) fn warn(&self, note: String) {
+    pub(crate) fn warn(&self, note: impl Into<String>) {
         self.report.note(Note::warning(note));
     }
 
@@ -195,5 +177,12 @@ impl<'a> Section<'a> {
             Value::Array(array) => array.elements.get(index),
             _ => None,
         })
+    }
+}
+
+fn object_in<'a>(value: &'a Value<'a>) -> Option<&'a Object<'a>> {
+    match value {
+        Value::Object(object) => Some(object),
+        _ => None,
     }
 }

@@ -11,7 +11,9 @@ pub(crate) struct Key {
     /// The documentation: what the key sets.
     pub(crate) about: &'static str,
     pub(crate) default: DefaultValue,
-    pub(crate) auto: AutoValue,
+    /// The value of `"auto"`, if it is not the default: that of the argument that Hugging Face's Trainer fills in, or a derived one.
+    /// (DeepSpeed drops `"auto"`.)
+    pub(crate) auto: Option<DefaultValue>,
     pub(crate) effect: Effect,
     /// Whether `null` means an absent key, as for DeepSpeed's default `None`.
     pub(crate) or_null: bool,
@@ -22,6 +24,13 @@ pub(crate) struct Key {
 }
 
 impl Key {
+    /// A group of keys in the section itself, from a field without definition.
+    pub(crate) const GROUP: Self = Self::new(Value::Section(&[]));
+
+    pub(crate) fn is_group(&self) -> bool {
+        self.name.is_empty()
+    }
+
     /// Creates a supported key without name and default.
     pub(crate) const fn new(value: Value) -> Self {
         Self {
@@ -29,11 +38,37 @@ impl Key {
             value,
             about: "",
             default: DefaultValue::Derived("not set"),
-            auto: AutoValue::AsDefault,
+            auto: None,
             effect: Effect::Supported,
             or_null: false,
             is_missed: false,
             changed_default: None,
+        }
+    }
+
+    /// Returns the value of `"auto"`.
+    pub(crate) fn auto_value(&self) -> DefaultValue {
+        self.auto.unwrap_or(self.default)
+    }
+}
+
+impl DefaultValue {
+    /// Returns the value, if it is known.
+    pub(crate) fn to_json(self) -> Option<serde_json::Value> {
+        match self {
+            Self::Is(literal) => Some(literal.to_json()),
+            Self::Derived(_) | Self::Required => None,
+        }
+    }
+}
+
+/// Prints the value, or its origin.
+impl fmt::Display for DefaultValue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Is(literal) => write!(f, "{literal}"),
+            Self::Derived(from) => f.write_str(from),
+            Self::Required => f.write_str("none: required"),
         }
     }
 }
@@ -146,17 +181,6 @@ pub(crate) enum DefaultValue {
     Required,
 }
 
-/// The value of `"auto"`.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum AutoValue {
-    /// The default: DeepSpeed drops `"auto"` values.
-    AsDefault,
-    /// The default of the argument that Hugging Face's Trainer fills in.
-    Is(Literal),
-    /// The value follows from what the text names.
-    Derived(&'static str),
-}
-
 /// The effect of a key.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Effect {
@@ -191,13 +215,6 @@ pub(crate) enum Literal {
     Number(f64),
     Text(&'static str),
     TwoNumbers([f64; 2]),
-}
-
-/// The keys of a section, of one variant if there are several.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Contents {
-    pub(crate) variant: Option<&'static str>,
-    pub(crate) keys: &'static [Key],
 }
 
 impl Value {
@@ -237,18 +254,6 @@ impl Value {
             Self::Section(keys) | Self::TextOrSections(keys) | Self::SwitchOrSection(keys) => keys,
             Self::Array(array) => array.element.keys(),
             _ => &[],
-        }
-    }
-
-    /// Returns the keys of a section, for each variant.
-    pub(crate) fn contents(self) -> Vec<Contents> {
-        match self {
-            Self::Params(variants) => {
-                let contents =
-                    |variant: &Variant| Contents { variant: Some(variant.name), keys: variant.params };
-                variants.iter().map(contents).collect()
-            }
-            value => vec![Contents { variant: None, keys: value.keys() }],
         }
     }
 }

@@ -14,8 +14,7 @@ mod other_programs;
 pub(crate) use deepspeed::table_paths;
 pub(crate) use deepspeed::{complete, other_names, refused_name, refused_names};
 pub(crate) use key::{
-    Array, AutoValue, Contents, DefaultValue, Effect, Harmless, Key, Literal, Max, Range, Refused, Value,
-    Variant,
+    Array, DefaultValue, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant,
 };
 #[cfg(test)]
 pub(crate) use other_programs::synonyms;
@@ -48,8 +47,13 @@ fn collect(section: &str, variant: Option<&'static str>, keys: &'static [Key], e
         if matches!(key.effect, Effect::Renamed(_)) {
             continue; // its keys are those of the section it is an alias of
         }
-        for Contents { variant: own, keys } in key.value.contents() {
-            collect(&path, own.or(variant), keys, entries);
+        match key.value {
+            Value::Params(variants) => {
+                for Variant { name, params, .. } in variants {
+                    collect(&path, Some(name), params, entries);
+                }
+            }
+            value => collect(&path, variant, value.keys(), entries),
         }
     }
 }

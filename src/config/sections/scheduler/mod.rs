@@ -94,9 +94,10 @@ impl SchedulerConfig {
         if own == lr {
             return Ok(());
         }
-        let expected =
-            format!("{own}, the rate of the schedule (to change both: --set scheduler.params.{key}={lr})");
-        Err(ConfigError::InvalidFlag { flag: "lr", expected, found: lr.to_string() })
+        let reason = format!(
+            "expected {own}, the rate of the schedule (to change both: --set scheduler.params.{key}={lr}), found {lr}"
+        );
+        Err(ConfigError::InvalidFlag { flag: "--lr".to_owned(), reason })
     }
 
     /// Returns a note on parameters that are valid, but hardly meant.
