@@ -1,7 +1,6 @@
 //! `ulysses eval`: loss and perplexity of a model on a dataset, without training.
 
 use super::DeviceArg;
-use super::ranks::Joined;
 use super::sources::{parse_choice, tokenizer_file};
 use crate::failure::{Failure, OrFail};
 use crate::mesh_flag::unreplicated;
@@ -11,11 +10,8 @@ use serde_json::json;
 use ulysses::comm::MeshGroups;
 use ulysses::config::{Config, DataSource, Overrides, Packing, PartitionAxes, RawConfig};
 use ulysses::data::{Dataset, Tokenizer, predicted_text_bytes};
-use ulysses::engine::initialize;
-use ulysses::model::Model;
 use ulysses::trainer::job::{
-    ModelSource, Sources, check_exchange, check_layers, check_memory, launch_options, open_tokenizer,
-    resolve_ring,
+    JobRanks, ModelSource, Sources, check_memory, config_launch_options, fit_model, open_tokenizer,
 };
 use ulysses::trainer::{Evaluation, evaluate};
 
@@ -52,25 +48,22 @@ pub(super) struct EvalArgs {
     json: bool,
 }
 
-pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
+pub(super) fn run(args: EvalArgs, ranks: &mut JobRanks) -> Result<(), Failure> {
     let mut config = config(&args)?;
-    let mut ranks = Joined::threads().place(args.device, config.world_size())?;
+    let world_size = config.world_size();
+    let placement = ranks.place(args.device.kind(), None, world_size)?;
     let tokenizer = open_tokenizer(&mut config.ulysses, tokenizer_file, LOG.line)?;
     let source = ModelSource::open(&args.model, config.seed, tokenizer.vocab_size(), LOG.line)?;
-    let ranks_per_node = config.world_size();
-    resolve_ring(&source.config, &mut config, ranks_per_node);
     source.warn_of_length(args.seq_len, LOG.line);
-    check_layers(&source.config, &config)?;
-    check_exchange(&source.config, config.micro_batch_size, args.seq_len, &config)?;
-    check_memory(&config, &source.config, args.seq_len, config.world_size())?;
+    fit_model(&source.config, &mut config, args.seq_len)?;
+    check_memory(&config, &source.config, args.seq_len, world_size)?;
     let mesh = config.mesh.shape().row_major().or_usage()?;
-    let options = launch_options(config.ulysses.threads_per_rank, mesh.world_size())?;
+    let options = config_launch_options(&config, world_size)?;
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size, LOG.line)?;
     let data = sources.training(args.seq_len)?;
-    let evaluation = ranks.run(mesh.world_size(), &options, |rank, device| {
+    let evaluation = ranks.run(world_size, &placement, &options, |rank, device| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device);
-        let mut engine = initialize(Model::new(&source.config)?, &*source.weights, &config, &groups)?;
-        Ok(evaluate(&mut engine, &data, None)?)
+        anyhow::Ok(evaluate(&mut source.engine(&config, &groups)?, &data, None)?)
     })?;
     let bytes = text_bytes(&tokenizer, &data, &evaluation).or_run()?;
     print(if args.json {

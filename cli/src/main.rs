@@ -39,7 +39,7 @@ use clap_complete::Shell;
 use device::DeviceArg;
 use failure::{Failure, OrFail, causes};
 use mimalloc::MiMalloc;
-use output::log_line;
+use output::{LOG, log_line};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use ulysses::data::Tokenizer;
@@ -122,7 +122,7 @@ fn main() -> ExitCode {
     settings::start_logging(tracer.as_ref());
     // Leaves the job at the end of `main`: as soon as a process has ended with an error, the launcher ends the others, and
     // the one that reports must have done so.
-    let mut ranks = JobRanks::default();
+    let mut ranks = JobRanks::new(LOG);
     let result = bf16_gemm().map(drop).or_usage().and_then(|()| dispatch(cli.command, tracer, &mut ranks));
     let (error, code) = match result {
         Ok(()) => return ExitCode::SUCCESS,
@@ -151,14 +151,14 @@ fn dispatch(command: Command, tracer: Option<Tracer>, ranks: &mut JobRanks) -> R
         Command::LaunchWatchdog(args) => launch::watch(&args),
         #[cfg(unix)]
         Command::TokenizerWorker(args) => sources::serve_tokenizer(&args),
-        Command::Verify(args) => verify::run(args, &mut ranks.session),
-        Command::Eval(args) => eval::run(args),
+        Command::Verify(args) => verify::run(args, ranks),
+        Command::Eval(args) => eval::run(args, ranks),
         Command::Plan(args) => plan::run(args),
         Command::Report(args) => report::run(&args),
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
         Command::Data(command) => data::run(command),
-        Command::Bench(args) => bench::run(args, &mut ranks.session),
+        Command::Bench(args) => bench::run(args, ranks),
         Command::Mesh(args) => mesh::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions { shell } => manual::completions(shell),

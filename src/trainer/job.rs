@@ -28,7 +28,6 @@ mod sources;
 mod tests;
 
 pub use devices::{DevicePlacement, DeviceRequest};
-pub use join::join;
 pub use model_source::ModelSource;
 pub use options::{JobError, JobLog, JobOptions, OpenTokenizer};
 pub use planned_memory::PlannedMemory;
@@ -40,11 +39,9 @@ pub use sources::Sources;
 #[doc(hidden)]
 pub use available::{GPU_RESERVE_BYTES, meminfo_bytes, proc_bytes};
 #[doc(hidden)]
-pub use checks::{check_memory, config_launch_options, launch_options};
+pub use checks::{check_memory, config_launch_options, fit_model, launch_options};
 #[doc(hidden)]
 pub use devices::likely_device;
-#[doc(hidden)]
-pub use join::{check_backend, check_build, check_processes, check_threads, launched_backend};
 #[doc(hidden)]
 pub use model_source::{check_exchange, check_layers, named_shape, resolve_ring};
 #[doc(hidden)]

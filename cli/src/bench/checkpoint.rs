@@ -2,8 +2,8 @@
 
 use super::case::{Case, Figure};
 use super::report::{BYTES, Report};
-use super::training::{Training, TrainingArgs};
-use super::{BenchRank, Benchmark, Failure, Joined, OrFail, Session};
+use super::training::{Training, TrainingArgs, TrainingRank};
+use super::{BenchRank, Benchmark, Failure, JobRanks, OrFail};
 use anyhow::{Context, Result};
 use serde_json::json;
 use std::cell::Cell;
@@ -29,11 +29,11 @@ pub(super) struct Saves {
 }
 
 impl Benchmark for Saves {
-    fn report<'a>(&self, repeats: u32, _: &'a mut Option<Box<dyn Session>>) -> Result<Report<'a>, Failure> {
+    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
         let training = self.training.prepare(SEQ_LEN)?;
         let output = self.output.clone().unwrap_or_else(std::env::temp_dir);
         let scratch = scratch_dir(&output).context("--output").or_usage()?;
-        let mut ranks = self.training.place(Joined::threads(), &training)?;
+        let mut ranks = self.training.place(ranks, None, &training)?;
         let figures = ranks.run(repeats, |bench| measure(bench, &training, scratch.path()))?;
         let mut settings = self.training.settings(&training);
         settings["bytes"] = json!(figures[0].work as u64);
@@ -46,7 +46,7 @@ impl Benchmark for Saves {
                 .to_owned(),
             unit: BYTES,
             figures,
-            ranks,
+            ranks: ranks.into(),
         })
     }
 }
@@ -60,8 +60,9 @@ pub(crate) fn scratch_dir(parent: &Path) -> Result<TempDir> {
 
 /// Measures saves, and copies of the saved files.
 fn measure(bench: &BenchRank<'_>, training: &Training, dir: &Path) -> Result<Vec<Figure>> {
-    let (mut engine, mut loader) = training.start(bench.rank, &bench.device)?;
-    engine.train_batch(|| loader.next_micro_batch())?;
+    let mut rank = training.start(bench.rank, &bench.device)?;
+    rank.step()?;
+    let TrainingRank { mut engine, loader } = rank;
     let mut saver = engine.saver(bench.rank.group.clone(), dir, SaveOptions::default())?;
     let (saved, copied) = (dir.join(step_name(engine.attempted_steps())), dir.join("copy"));
     let record = RunRecord::new("bench", training.source.config.to_hf_json(), &loader)?;

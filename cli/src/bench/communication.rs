@@ -2,7 +2,7 @@
 
 use super::case::{Case, Figure};
 use super::report::{BYTES, Report};
-use super::{BenchRank, BenchRanks, Benchmark, Failure, RankArgs, Session};
+use super::{BenchRank, BenchRanks, Benchmark, Failure, JobRanks, RankArgs};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -31,12 +31,8 @@ pub(super) struct AllToAll {
 }
 
 impl Benchmark for AllToAll {
-    fn report<'a>(
-        &self,
-        repeats: u32,
-        process: &'a mut Option<Box<dyn Session>>,
-    ) -> Result<Report<'a>, Failure> {
-        let mut ranks = self.rank_args.place(self.ranks, process)?;
+    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
+        let mut ranks = self.rank_args.place(self.ranks, ranks)?;
         let count = ranks.count;
         if count > NUM_HEADS {
             return Err(Failure::Usage(anyhow!(
@@ -56,7 +52,7 @@ impl Benchmark for AllToAll {
                 .to_owned(),
             unit: BYTES,
             figures,
-            ranks,
+            ranks: ranks.into(),
         })
     }
 }
@@ -111,12 +107,8 @@ pub(super) struct Collectives {
 }
 
 impl Benchmark for Collectives {
-    fn report<'a>(
-        &self,
-        repeats: u32,
-        process: &'a mut Option<Box<dyn Session>>,
-    ) -> Result<Report<'a>, Failure> {
-        let mut ranks = self.rank_args.place(self.ranks, process)?;
+    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
+        let mut ranks = self.rank_args.place(self.ranks, ranks)?;
         if ranks.count < 2 {
             return Err(Failure::Usage(anyhow!(
                 "{} rank: a collective needs at least 2; start more processes",
@@ -133,7 +125,7 @@ impl Benchmark for Collectives {
                 .to_owned(),
             unit: BYTES,
             figures,
-            ranks,
+            ranks: ranks.into(),
         })
     }
 }
@@ -145,7 +137,7 @@ pub(crate) fn collectives(
     repeats: u32,
 ) -> Result<Vec<Figure>, Failure> {
     let per_rank = elems.div_ceil(ranks.count);
-    ranks.check_tensors(3.0 * (ranks.on.local(ranks.count) * per_rank * ranks.count) as f64)?;
+    ranks.check_tensors(3.0 * (ranks.on.local_ranks(ranks.count) * per_rank * ranks.count) as f64)?;
     ranks.run(repeats, |bench| collectives_on_rank(bench, per_rank))
 }
 

@@ -3,7 +3,7 @@
 use super::case::{Case, Figure};
 use super::report::{FLOPS, Report};
 use super::{
-    BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, Joined, OrFail, Session, dtype_name, dtype_parser,
+    BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, JobRanks, OrFail, dtype_name, dtype_parser,
 };
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -76,9 +76,9 @@ pub(super) struct Gemms {
 }
 
 impl Benchmark for Gemms {
-    fn report<'a>(&self, repeats: u32, _: &'a mut Option<Box<dyn Session>>) -> Result<Report<'a>, Failure> {
+    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
         let model = shape(&self.model).or_usage()?;
-        let mut ranks = BenchRanks::place(Joined::threads(), self.device, 1, self.threads_per_rank)?;
+        let mut ranks = BenchRanks::place(ranks, None, self.device, 1, self.threads_per_rank)?;
         let tokens = self.tokens as usize;
         // Weight gradients are f32 whatever the dtype.
         let factor = memory_factor(self.dtype);
@@ -99,7 +99,7 @@ impl Benchmark for Gemms {
                 .to_owned(),
             unit: FLOPS,
             figures,
-            ranks,
+            ranks: ranks.into(),
         })
     }
 }

@@ -3,7 +3,7 @@
 use super::case::Case;
 use super::gemm::{SQUARE, in_dtypes, memory_factor};
 use super::report::{FLOPS, Report};
-use super::{BenchRanks, Benchmark, DeviceArg, Failure, Joined, OrFail, Session, dtype_name, dtype_parser};
+use super::{BenchRanks, Benchmark, DeviceArg, Failure, JobRanks, OrFail, dtype_name, dtype_parser};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
@@ -41,8 +41,8 @@ pub(super) struct LinearAttention {
 }
 
 impl Benchmark for LinearAttention {
-    fn report<'a>(&self, repeats: u32, _: &'a mut Option<Box<dyn Session>>) -> Result<Report<'a>, Failure> {
-        let mut ranks = BenchRanks::place(Joined::threads(), self.device, 1, self.threads_per_rank)?;
+    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
+        let mut ranks = BenchRanks::place(ranks, None, self.device, 1, self.threads_per_rank)?;
         let head_elems = f64::from(self.seq_len) * f64::from(self.num_value_heads) * f64::from(self.head_dim);
         // q, k, v, o and the gradient of each, with at most as many key heads.
         ranks.check_tensors(8.0 * head_elems * memory_factor(self.dtype))?;
@@ -74,7 +74,7 @@ impl Benchmark for LinearAttention {
                 .to_owned(),
             unit: FLOPS,
             figures,
-            ranks,
+            ranks: ranks.into(),
         })
     }
 }

@@ -26,7 +26,7 @@ pub(super) use gemm::square_gemm;
 pub(super) use report::{cores, cpu_name};
 pub(super) use training::TrainingArgs;
 
-use super::ranks::{BackendArgs, Joined, Ranks};
+use super::ranks::BackendArgs;
 use super::{DeviceArg, settings};
 use crate::failure::{Failure, OrFail};
 use crate::mesh_flag::without_ring;
@@ -35,9 +35,9 @@ use candle_core::DType;
 use clap::Subcommand;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use report::Report;
-use ulysses::comm::LaunchOptions;
-use ulysses::comm::Session;
-use ulysses::trainer::job::launch_options;
+use ulysses::comm::{LaunchOptions, RankContext};
+use ulysses::config::Backend;
+use ulysses::trainer::job::{DevicePlacement, JobRanks, launch_options};
 
 #[derive(clap::Args)]
 pub(super) struct BenchArgs {
@@ -69,29 +69,25 @@ enum Bench {
     MaxSeqLen(max_seq_len::Args),
 }
 
-pub(super) fn run(args: BenchArgs, process: &mut Option<Box<dyn Session>>) -> Result<(), Failure> {
+pub(super) fn run(args: BenchArgs, ranks: &mut JobRanks) -> Result<(), Failure> {
     match args.bench {
-        Bench::Checkpoint(args) => args.run(process),
-        Bench::AllToAll(args) => args.run(process),
-        Bench::Collectives(args) => args.run(process),
-        Bench::Overlap(args) => args.run(process),
-        Bench::Attention(args) => args.run(process),
-        Bench::LinearAttention(args) => args.run(process),
-        Bench::Gemm(args) => args.run(process),
-        Bench::Train(args) => args.run(process),
-        Bench::Profile(args) => profile::run(&args),
+        Bench::Checkpoint(args) => args.run(ranks),
+        Bench::AllToAll(args) => args.run(ranks),
+        Bench::Collectives(args) => args.run(ranks),
+        Bench::Overlap(args) => args.run(ranks),
+        Bench::Attention(args) => args.run(ranks),
+        Bench::LinearAttention(args) => args.run(ranks),
+        Bench::Gemm(args) => args.run(ranks),
+        Bench::Train(args) => args.run(ranks),
+        Bench::Profile(args) => profile::run(&args, ranks),
         Bench::MaxSeqLen(args) => max_seq_len::run(args),
     }
 }
 
 /// The flags of a benchmark, which place its ranks and choose its cases.
 trait Benchmark: clap::Args {
-    /// Measures each case `repeats` times.
-    fn report<'a>(
-        &self,
-        repeats: u32,
-        process: &'a mut Option<Box<dyn Session>>,
-    ) -> Result<Report<'a>, Failure>;
+    /// Measures each case `repeats` times, on ranks that are threads unless it joins other processes.
+    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure>;
 }
 
 /// The flags of a benchmark, then those that all have.
@@ -108,8 +104,8 @@ struct Repeated<B: Benchmark> {
 }
 
 impl<B: Benchmark> Repeated<B> {
-    fn run(&self, process: &mut Option<Box<dyn Session>>) -> Result<(), Failure> {
-        let report = self.benchmark.report(self.repeats, process)?;
+    fn run(&self, ranks: &mut JobRanks) -> Result<(), Failure> {
+        let report = self.benchmark.report(self.repeats, ranks)?;
         if self.json { print(format_args!("{:#}\n", report.to_json())) } else { print(report) }
     }
 }
@@ -148,39 +144,37 @@ struct RankArgs {
 impl RankArgs {
     /// Joins the other processes, if ranks are processes. Uses the requested number of ranks, else the number of
     /// processes, else two.
-    fn place<'a>(
-        &self,
-        requested: Option<u16>,
-        process: &'a mut Option<Box<dyn Session>>,
-    ) -> Result<BenchRanks<'a>, Failure> {
-        let joined = self.backend.join(process)?;
-        let count = joined.count(requested.map(usize::from), 2);
-        BenchRanks::place(joined, self.device, count, self.threads_per_rank)
+    fn place<'a>(&self, requested: Option<u16>, ranks: &'a mut JobRanks) -> Result<BenchRanks<'a>, Failure> {
+        let backend = self.backend.join(None, ranks)?;
+        let count = requested.map(usize::from).or(ranks.num_processes()).unwrap_or(2);
+        BenchRanks::place(ranks, backend, self.device, count, self.threads_per_rank)
     }
 }
 
 /// The ranks of a benchmark.
 pub(super) struct BenchRanks<'a> {
-    pub(super) on: Ranks<'a>,
+    pub(super) on: &'a mut JobRanks,
+    pub(super) placement: DevicePlacement,
     pub(super) count: usize,
     pub(super) options: LaunchOptions,
 }
 
 impl<'a> BenchRanks<'a> {
     fn place(
-        joined: Joined<'a>,
+        on: &'a mut JobRanks,
+        backend: Option<Backend>,
         device: DeviceArg,
         count: usize,
         threads_per_rank: Option<usize>,
     ) -> Result<Self, Failure> {
-        let on = joined.place(device, count)?;
-        let options = launch_options(threads_per_rank, on.local(count))?;
-        Ok(Self { on, count, options })
+        let placement = on.place(device.kind(), backend, count)?;
+        let options = launch_options(threads_per_rank, on.local_ranks(count))?;
+        Ok(Self { on, placement, count, options })
     }
 
     /// Rejects tensors of `elems` f32 elements in total that exceed the host's memory.
     fn check_tensors(&self, elems: f64) -> Result<(), Failure> {
-        settings::check_tensors(self.on.placement().device(), elems)
+        settings::check_tensors(self.placement.device(), elems)
     }
 
     /// Measures on all ranks.
@@ -189,6 +183,8 @@ impl<'a> BenchRanks<'a> {
         repeats: u32,
         measure: impl Fn(&BenchRank<'_>) -> anyhow::Result<T> + Sync,
     ) -> Result<T, Failure> {
-        self.on.run(self.count, &self.options, |rank, device| measure(&BenchRank { rank, device, repeats }))
+        let Self { on, placement, count, options } = self;
+        let measure = |rank: &RankContext, device| measure(&BenchRank { rank, device, repeats });
+        Ok(on.run(*count, placement, options, measure)?)
     }
 }

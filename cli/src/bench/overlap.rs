@@ -3,7 +3,7 @@
 use super::case::{Case, Figure, median};
 use super::report::{FLOPS, Report};
 use super::slow_link::SlowLink;
-use super::{BackendArgs, BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, OrFail, Session};
+use super::{BackendArgs, BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, JobRanks, OrFail};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -47,13 +47,9 @@ pub(super) struct Overlap {
 }
 
 impl Benchmark for Overlap {
-    fn report<'a>(
-        &self,
-        repeats: u32,
-        process: &'a mut Option<Box<dyn Session>>,
-    ) -> Result<Report<'a>, Failure> {
-        let joined = self.backend.join(process)?;
-        let count = joined.count(self.ranks.map(usize::from), 2);
+    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
+        let backend = self.backend.join(None, ranks)?;
+        let count = self.ranks.map(usize::from).or(ranks.num_processes()).unwrap_or(2);
         let chunks = self.head_chunks();
         if count < 2 || (count > NUM_HEADS / chunks && !self.ring) {
             let expected = NUM_HEADS / chunks;
@@ -67,7 +63,7 @@ impl Benchmark for Overlap {
                 self.link_share
             )));
         }
-        let mut ranks = BenchRanks::place(joined, DeviceArg::Cpu, count, self.threads_per_rank)?;
+        let mut ranks = BenchRanks::place(ranks, backend, DeviceArg::Cpu, count, self.threads_per_rank)?;
         // q, k, v, o and their gradients, before and after the exchange.
         ranks.check_tensors((16 * self.seq_len as usize * NUM_HEADS * HEAD_DIM) as f64)?;
         let layout =
@@ -88,7 +84,7 @@ impl Benchmark for Overlap {
             ),
             unit: FLOPS,
             figures,
-            ranks,
+            ranks: ranks.into(),
         })
     }
 }

@@ -5,7 +5,7 @@ use super::case::{Case, Figure, median};
 use super::communication::collectives;
 use super::gemm::{gemms, square_gemm};
 use super::report::{cores, cpu_name};
-use super::{BenchRank, BenchRanks, DeviceArg, Failure, Joined, OrFail, print};
+use super::{BenchRank, BenchRanks, DeviceArg, Failure, JobRanks, OrFail, print};
 use crate::output::log_line;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
@@ -56,10 +56,10 @@ pub(super) struct Args {
     output: Option<PathBuf>,
 }
 
-pub(super) fn run(args: &Args) -> Result<(), Failure> {
+pub(super) fn run(args: &Args, ranks: &mut JobRanks) -> Result<(), Failure> {
     let model = shape(&args.model).or_usage()?;
     let count = usize::from(args.ranks);
-    let mut ranks = BenchRanks::place(Joined::threads(), args.device, count, args.threads_per_rank)?;
+    let mut ranks = BenchRanks::place(ranks, None, args.device, count, args.threads_per_rank)?;
     let tensors = args.tokens as usize * 8 * (2 * model.intermediate_size + 2 * model.hidden_size);
     ranks.check_tensors((count * (tensors + 8 * args.elems())) as f64)?;
     let heads = model.attention().q_to_kv();
@@ -68,7 +68,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         |dtype| ranks.run(args.repeats, |bench| args.rates(bench, &model, &layout, dtype)).map(Some);
     let rates = RatesByFormat { f32: measured(DType::F32)?, bf16: measured(DType::BF16)?, fp16: None };
     let profile = MachineProfile {
-        name: ranks.on.placement().gpu_name().unwrap_or_else(cpu_name),
+        name: ranks.placement.gpu_name().unwrap_or_else(cpu_name),
         origin: args.origin(&ranks.options),
         ranks_per_node: count,
         rates,
@@ -161,7 +161,7 @@ impl Args {
 
     /// Measures the bytes per second of offload to a file and back. `None` on GPUs, which offload to host memory.
     fn file(&self, ranks: &mut BenchRanks<'_>) -> Result<Option<f64>, Failure> {
-        if ranks.on.placement().device() != DeviceKind::Cpu {
+        if ranks.placement.device() != DeviceKind::Cpu {
             return Ok(None);
         }
         let label = StoreLabel { holds: "the benchmark", key: "--offload-path" };

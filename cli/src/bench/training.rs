@@ -4,8 +4,8 @@ use super::case::{Case, Figure};
 use super::gemm::{SQUARE, square_gemm};
 use super::report::{FLOPS, Report};
 use super::{
-    BackendArgs, BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, Joined, OrFail, Ranks, Session,
-    dtype_name, dtype_parser,
+    BackendArgs, BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, JobRanks, OrFail, dtype_name,
+    dtype_parser,
 };
 use crate::config_flags::SetFlags;
 use crate::mesh_flag::unreplicated;
@@ -16,15 +16,12 @@ use clap::Parser;
 use serde_json::json;
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
-use ulysses::config::{Config, Overrides, RawConfig, Setting, Settings};
+use ulysses::config::{Backend, Config, Overrides, RawConfig, Setting, Settings};
 use ulysses::data::{Corpus, DataLoader, PackedSequences};
-use ulysses::engine::{Engine, initialize};
+use ulysses::engine::{Engine, EngineError, StepReport};
 use ulysses::estimate::model_flops;
 use ulysses::mesh::{DeviceMesh, TrainingShape};
-use ulysses::model::Model;
-use ulysses::trainer::job::{
-    ModelSource, check_exchange, check_memory, launch_options, named_shape, resolve_ring,
-};
+use ulysses::trainer::job::{ModelSource, check_memory, fit_model, launch_options, named_shape};
 
 const SEED: u64 = 1;
 
@@ -77,6 +74,12 @@ pub(crate) struct Training {
     sequences: Arc<PackedSequences>,
 }
 
+/// The engine and the data of a rank.
+pub(crate) struct TrainingRank {
+    pub(super) engine: Engine,
+    pub(super) loader: DataLoader,
+}
+
 impl TrainingArgs {
     /// A small run on one rank, to test a device.
     pub(crate) fn small() -> Self {
@@ -125,8 +128,7 @@ impl TrainingArgs {
             Overrides { mesh: Some(sizes), seq_len: Some(seq_len), ring_size, ..Overrides::default() };
         let mut config = raw.resolve(&overrides).or_usage()?;
         let source = self.source()?;
-        resolve_ring(&source.config, &mut config, mesh.world_size());
-        check_exchange(&source.config, config.micro_batch_size, seq_len, &config)?;
+        fit_model(&source.config, &mut config, seq_len)?;
         check_memory(&config, &source.config, seq_len, config.world_size())?;
         let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
         let num_tokens =
@@ -142,12 +144,13 @@ impl TrainingArgs {
     /// Chooses the device and the backend of the mesh's ranks.
     pub(super) fn place<'a>(
         &self,
-        joined: Joined<'a>,
+        on: &'a mut JobRanks,
+        backend: Option<Backend>,
         training: &Training,
     ) -> Result<BenchRanks<'a>, Failure> {
         let count = training.mesh.world_size();
-        let on = joined.place(self.device, count)?;
-        Ok(BenchRanks { on, count, options: training.launch.clone() })
+        let placement = on.place(self.device.kind(), backend, count)?;
+        Ok(BenchRanks { on, placement, count, options: training.launch.clone() })
     }
 
     fn source(&self) -> Result<ModelSource, Failure> {
@@ -178,21 +181,27 @@ impl TrainingArgs {
 }
 
 impl Training {
-    /// Returns one rank's engine and data.
-    pub(crate) fn start(&self, rank: &RankContext, device: &Device) -> Result<(Engine, DataLoader)> {
+    /// Starts one rank.
+    pub(crate) fn start(&self, rank: &RankContext, device: &Device) -> Result<TrainingRank> {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device.clone());
-        let model = Model::new(&self.source.config)?;
-        let engine = initialize(model, &*self.source.weights, &self.config, &groups)?;
+        let engine = self.source.engine(&self.config, &groups)?;
         let loader = engine.data_loader(self.sequences.clone())?;
-        Ok((engine, loader))
+        Ok(TrainingRank { engine, loader })
     }
 
     /// Measures square GEMMs of all ranks, and steps.
     fn measure(&self, bench: &BenchRank<'_>, name: &str, flops: f64) -> Result<Vec<Figure>> {
-        let (mut engine, mut loader) = self.start(bench.rank, &bench.device)?;
+        let mut rank = self.start(bench.rank, &bench.device)?;
         let square = square_gemm(self.config.precision.dtype(), &bench.device)?;
-        let step = || engine.train_batch(|| loader.next_micro_batch()).map(drop);
-        bench.take_turns(vec![square.times(bench.rank.world_size as f64), Case::new(name, flops, step)])
+        let step = Case::new(name, flops, || rank.step().map(drop));
+        bench.take_turns(vec![square.times(bench.rank.world_size as f64), step])
+    }
+}
+
+impl TrainingRank {
+    /// Trains a step.
+    pub(crate) fn step(&mut self) -> Result<StepReport, EngineError> {
+        self.engine.train_batch(|| self.loader.next_micro_batch())
     }
 }
 
@@ -211,20 +220,16 @@ pub(super) struct Steps {
 }
 
 impl Benchmark for Steps {
-    fn report<'a>(
-        &self,
-        repeats: u32,
-        process: &'a mut Option<Box<dyn Session>>,
-    ) -> Result<Report<'a>, Failure> {
+    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
         let seq_len = self.seq_len as usize;
-        let joined = self.backend.join(process)?;
-        if self.against_single && joined.are_processes() {
+        let backend = self.backend.join(None, ranks)?;
+        if self.against_single && ranks.num_processes().is_some() {
             return Err(Failure::Usage(anyhow!(
                 "--against-single needs ranks that are threads: run the single rank as a command of its own"
             )));
         }
         let on_mesh = self.training.prepare(seq_len)?;
-        let mut ranks = self.training.place(joined, &on_mesh)?;
+        let mut ranks = self.training.place(ranks, backend, &on_mesh)?;
         let single =
             self.against_single.then(|| self.training.prepare_single(&on_mesh, seq_len)).transpose()?;
         let flops =
@@ -237,8 +242,8 @@ impl Benchmark for Steps {
             let measured = ranks.run(repeats, |bench| on_mesh.measure(bench, "train_step", flops))?;
             append(&mut figures, measured);
             if let Some(single) = &single {
-                let on = Ranks::threads(ranks.on.placement().alone());
-                let mut alone = BenchRanks { on, count: 1, options: single.launch.clone() };
+                let (placement, options) = (ranks.placement.alone(), single.launch.clone());
+                let mut alone = BenchRanks { on: &mut JobRanks::default(), placement, count: 1, options };
                 let mut measured = alone.run(repeats, |bench| single.measure(bench, SINGLE, flops))?;
                 append(&mut figures, measured.split_off(1));
             }
@@ -261,7 +266,7 @@ impl Benchmark for Steps {
                 .to_owned(),
             unit: FLOPS,
             figures,
-            ranks,
+            ranks: ranks.into(),
         })
     }
 }

@@ -4,7 +4,6 @@ use super::machine::REPEATS;
 use super::{Finding, State};
 use crate::bench::{BenchRanks, Figure, collectives};
 use crate::failure::Failure;
-use crate::ranks::Ranks;
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -13,7 +12,7 @@ use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::grouped_heads;
 use ulysses::sequence_parallel::{AttentionShape, Exchange, ExchangePlan, SeqSharded};
 use ulysses::tensor::{TensorOptions, from_slice, to_vec};
-use ulysses::trainer::job::DevicePlacement;
+use ulysses::trainer::job::{DevicePlacement, JobRanks};
 
 /// More elements than one block of a reduction, and not a multiple of any block size.
 const ELEMS: usize = 5001;
@@ -31,7 +30,8 @@ pub(super) fn check(
         Ok(checked) => checked,
         Err(error) => return vec![Finding::new(section, "all", State::Failed, format!("{error:#}"))],
     };
-    let mut all = BenchRanks { on: Ranks::threads(placement), count: ranks, options: options.clone() };
+    let mut all =
+        BenchRanks { on: &mut JobRanks::default(), placement, count: ranks, options: options.clone() };
     let rates = match collectives(&mut all, usize::from(mib) << 18, REPEATS) {
         Ok(figures) => figures,
         Err(Failure::Run(error) | Failure::Usage(error)) => {

@@ -182,9 +182,9 @@ fn train(ordinal: usize) -> Result<f64, Failure> {
     let training = TrainingArgs::small().prepare(128)?;
     let steps = |rank: &RankContext| {
         let device = open_gpu(ordinal)?;
-        let (mut engine, mut loader) = training.start(rank, &device)?;
-        engine.train_batch(|| loader.next_micro_batch())?;
-        Ok::<_, anyhow::Error>(engine.train_batch(|| loader.next_micro_batch())?.loss)
+        let mut rank = training.start(rank, &device)?;
+        rank.step()?;
+        anyhow::Ok(rank.step()?.loss)
     };
     let losses = launch(1, &LaunchOptions::default(), |rank| steps(&rank));
     losses.map(|losses| losses.into_iter().sum()).map_err(|error| Failure::Run(error.into()))

@@ -6,7 +6,7 @@ mod results;
 
 use super::DeviceArg;
 use super::config_flags::SetFlags;
-use super::ranks::{BackendArgs, Ranks};
+use super::ranks::BackendArgs;
 use crate::failure::{Failure, OrFail};
 use crate::mesh_flag::unreplicated;
 use crate::output::{LOG, print};
@@ -16,16 +16,11 @@ use serde_json::json;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::comm::MeshGroups;
-use ulysses::comm::Session;
-use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, Overrides, RawConfig, ZeroStage};
 use ulysses::data::GlobalBatch;
-use ulysses::engine::{BatchOutcome, initialize};
+use ulysses::engine::BatchOutcome;
 use ulysses::mesh::TrainingShape;
-use ulysses::model::Model;
-use ulysses::trainer::job::{
-    DevicePlacement, ModelSource, check_exchange, check_layers, launch_options, resolve_ring,
-};
+use ulysses::trainer::job::{DevicePlacement, JobRanks, ModelSource, config_launch_options, fit_model};
 
 #[derive(clap::Args)]
 pub(super) struct VerifyArgs {
@@ -85,19 +80,19 @@ struct Check {
     raw: RawConfig,
 }
 
-pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> Result<(), Failure> {
+pub(super) fn run(args: VerifyArgs, ranks: &mut JobRanks) -> Result<(), Failure> {
     let shape = unreplicated(&args.mesh)?;
     if let Some(path) = &args.output {
         results::check_output(path).or_usage()?;
     }
     let raw = read_config(&args)?;
-    let joined = args.backend.join_with(raw.backend(), process)?;
-    let mut ranks = joined.place(args.device, shape.sizes.num_ranks())?;
+    let backend = args.backend.join(raw.backend(), ranks)?;
+    let placement = ranks.place(args.device.kind(), backend, shape.sizes.num_ranks())?;
     let mut check = Check::read(&args, raw)?;
     let batch_size = check.batch.batch_size();
     let mesh_config = check.config(check.raw.clone(), shape, check.accumulation, args.zero_stage)?;
     let unpacked = args.packing.then(|| packing::unpacked(&check.batch, &mesh_config)).transpose()?;
-    let on_mesh = check.run(&mut ranks, &mesh_config)?;
+    let on_mesh = check.run(ranks, &placement, &mesh_config)?;
     if !ranks.is_first() {
         return Ok(());
     }
@@ -113,7 +108,7 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
     };
     let alone = TrainingShape::ONE_RANK;
     let config = check.config(check.raw.clone().without_replicas(), alone, micro_batches, Some(0))?;
-    let mut single = check.run(&mut Ranks::threads(DevicePlacement::cpu()), &config)?;
+    let mut single = check.run(&mut JobRanks::default(), &DevicePlacement::cpu(), &config)?;
     if let Some(packed) = packed {
         single.logits = packing::packed_as(&packed, &single.logits).or_run()?;
     }
@@ -171,27 +166,26 @@ impl Check {
     }
 
     /// Runs the batch, padded to the batch size of the config.
-    fn run(&self, ranks: &mut Ranks<'_>, config: &Config) -> Result<BatchOutcome, Failure> {
+    fn run(
+        &self,
+        ranks: &mut JobRanks,
+        placement: &DevicePlacement,
+        config: &Config,
+    ) -> Result<BatchOutcome, Failure> {
         let mesh = config.mesh.shape().row_major().or_usage()?;
-        let mut batch = self.batch.clone();
-        let (batch_size, seq_len) = (batch.batch_size(), batch.seq_len());
+        let (mut batch, mut config) = (self.batch.clone(), config.clone());
         batch.pad_to_multiple(config.train_batch_size).or_usage()?;
-        let mut config = config.clone();
-        resolve_ring(&self.source.config, &mut config, mesh.world_size());
-        check_layers(&self.source.config, &config)?;
-        check_exchange(&self.source.config, batch_size, seq_len, &config)?;
-        let world_size = mesh.world_size();
-        let options = launch_options(config.ulysses.threads_per_rank, ranks.local(world_size))?;
-        let comm = &config.ulysses.comm;
-        let options = LaunchOptions { check: comm.is_checked(), timeout: comm.timeout(), ..options };
-        ranks.run(world_size, &options, |rank, device| {
+        let (world_size, local_ranks) = (mesh.world_size(), ranks.local_ranks(mesh.world_size()));
+        fit_model(&self.source.config, &mut config, batch.seq_len())?;
+        let options = config_launch_options(&config, local_ranks)?;
+        let outcome = ranks.run(world_size, placement, &options, |rank, device| {
             let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device);
-            let model = Model::new(&self.source.config)?;
-            let mut engine = initialize(model, &*self.source.weights, &config, &groups)?;
+            let mut engine = self.source.engine(&config, &groups)?;
             let outcome = engine.run_global_batch(&batch, self.steps)?;
             engine.check_replicas()?;
-            Ok(outcome)
-        })
+            anyhow::Ok(outcome)
+        });
+        Ok(outcome?)
     }
 
     /// Returns the file's config with this run's batch, in `accumulation` micro batches per dp rank, and mesh.

@@ -2,6 +2,7 @@
 //! directory.
 
 use super::available::meminfo_bytes;
+use super::model_source::{check_exchange, check_layers, resolve_ring};
 use super::options::{JobError, OrJobError};
 use crate::checkpoint::{CheckpointError, MANIFEST, StepDirectory, step_directories};
 use crate::comm::LaunchOptions;
@@ -79,6 +80,17 @@ pub fn check_memory(
         inputs / GIB,
         config.world_size()
     )))
+}
+
+/// Resolves a ring size of `"auto"` for ranks of one node, and checks that a model fits the config, on sequences of `seq_len`
+/// tokens.
+///
+/// # Errors
+/// As for [`check_layers`] and [`check_exchange`].
+pub fn fit_model(model: &ModelConfig, config: &mut Config, seq_len: usize) -> Result<(), JobError> {
+    resolve_ring(model, config, config.world_size());
+    check_layers(model, config)?;
+    check_exchange(model, config.micro_batch_size, seq_len, config)
 }
 
 /// Resolves the value of the flag.

@@ -7,7 +7,7 @@ use crate::comm::{LaunchOptions, Launcher, ProcessInfo, Session};
 use crate::config::Backend;
 
 /// Returns the backend that the launcher implies; `None` for a single process.
-pub fn launched_backend(info: &ProcessInfo) -> Option<Backend> {
+pub(super) fn launched_backend(info: &ProcessInfo) -> Option<Backend> {
     let by_launcher = if info.launcher.uses_mpi() { Backend::Mpi } else { Backend::Nccl };
     (info.world_size > 1).then_some(by_launcher)
 }
@@ -25,7 +25,7 @@ fn missing_feature(backend: Backend) -> Option<&'static str> {
 ///
 /// # Errors
 /// A build without it, where each process would train by itself.
-pub fn check_build(info: &ProcessInfo) -> Result<(), JobError> {
+pub(super) fn check_build(info: &ProcessInfo) -> Result<(), JobError> {
     let Some(feature) = launched_backend(info).and_then(missing_feature) else { return Ok(()) };
     let ProcessInfo { launcher, world_size, .. } = info;
     Err(JobError::usage(format!(
@@ -39,7 +39,7 @@ pub fn check_build(info: &ProcessInfo) -> Result<(), JobError> {
 ///
 /// # Errors
 /// Such a launcher.
-pub fn check_threads(info: &ProcessInfo, stated: &str, log: JobLog) -> Result<(), JobError> {
+pub(super) fn check_threads(info: &ProcessInfo, stated: &str, log: JobLog) -> Result<(), JobError> {
     let ProcessInfo { launcher, world_size, rank, .. } = info;
     let Some(backend) = launched_backend(info) else { return Ok(()) };
     (log.mute)(*rank > 0);
@@ -54,7 +54,7 @@ pub fn check_threads(info: &ProcessInfo, stated: &str, log: JobLog) -> Result<()
 ///
 /// # Errors
 /// A build without it.
-pub fn check_backend(backend: Backend, is_flag: bool) -> Result<(), JobError> {
+pub(super) fn check_backend(backend: Backend, is_flag: bool) -> Result<(), JobError> {
     let Some(name) = missing_feature(backend) else { return Ok(()) };
     let place =
         if is_flag { format!("--backend {name}") } else { format!("`ulysses.backend` is \"{name}\"") };
@@ -68,7 +68,7 @@ pub fn check_backend(backend: Backend, is_flag: bool) -> Result<(), JobError> {
 /// # Errors
 /// When the processes do not find each other, or the launcher and the library disagree on rank and world size.
 #[cfg_attr(not(feature = "nccl"), allow(unused_variables, reason = "MPI has its own timeout"))]
-pub fn join(
+pub(super) fn join(
     info: &ProcessInfo,
     backend: Backend,
     options: &LaunchOptions,
@@ -110,7 +110,12 @@ pub(super) fn backend_of(session: &dyn Session) -> Backend {
 ///
 /// # Errors
 /// Another number of processes.
-pub fn check_processes(session: &dyn Session, ranks: usize, job: &str, remedy: &str) -> Result<(), JobError> {
+pub(super) fn check_processes(
+    session: &dyn Session,
+    ranks: usize,
+    job: &str,
+    remedy: &str,
+) -> Result<(), JobError> {
     let processes = session.world_size();
     if processes == ranks {
         return Ok(());

@@ -2,8 +2,9 @@
 
 use super::options::{JobError, OrJobError};
 use crate::checkpoint::{MANIFEST, read_pointer, saved_steps};
+use crate::comm::MeshGroups;
 use crate::config::Config;
-use crate::engine::{EngineError, check_parameter_groups, layers_of_stages};
+use crate::engine::{Engine, EngineError, check_parameter_groups, initialize, layers_of_stages};
 use crate::estimate::{check_tensor_parallel, layers_of_tp_ranks, ulysses_limits};
 use crate::kernels::rope::Scaling;
 use crate::mesh::{SeqSharding, TrainingShape};
@@ -123,6 +124,14 @@ impl ModelSource {
     /// Creates a model with random weights.
     pub fn random(config: ModelConfig, seed: u64) -> Self {
         Self { config, weights: Box::new(RandomWeights { seed }), hf_source: None, max_positions: None }
+    }
+
+    /// Initializes the engine of a rank, as [`initialize`]. Collective.
+    ///
+    /// # Errors
+    /// As for [`initialize`].
+    pub fn engine(&self, config: &Config, groups: &MeshGroups) -> Result<Engine, EngineError> {
+        initialize(Model::new(&self.config)?, &*self.weights, config, groups)
     }
 
     /// Warns of sequences of `seq_len` tokens if the model was made for shorter ones.

@@ -11,7 +11,7 @@ use super::sources::{Sources, open_tokenizer};
 use crate::comm::{LaunchOptions, MeshGroups, RankContext};
 use crate::config::{Config, SeqLenChange, Severity};
 use crate::data::Tokenizer;
-use crate::engine::{Engine, EngineError, check_offload, initialize, set_stages};
+use crate::engine::{Engine, EngineError, check_offload, set_stages};
 use crate::estimate::Workload;
 use crate::kernels::device::DeviceKind;
 use crate::kernels::linear::bf16_gemm_deprecation;
@@ -169,15 +169,14 @@ impl PreparedJob {
     /// Returns the trainer of a rank, which resumes the checkpoint of the job, if it has one. Collective.
     ///
     /// # Errors
-    /// As for [`initialize`] and [`Trainer::new`].
+    /// As for [`ModelSource::engine`] and [`Trainer::new`].
     pub(super) fn trainer<'a>(
         &self,
         rank: &RankContext,
         device: Device,
     ) -> Result<Trainer<'a>, TrainerError> {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device);
-        let model = Model::new(&self.model.config).map_err(EngineError::from)?;
-        let engine = initialize(model, &*self.model.weights, &self.config, &groups)?;
+        let engine = self.model.engine(&self.config, &groups)?;
         let options = TrainerOptions {
             output: self.output.clone(),
             resume: self.resume.clone(),

@@ -11,6 +11,7 @@ use crate::comm::{
     stated_hosts,
 };
 use crate::config::{Backend, Config, RawConfig};
+use crate::kernels::device::DeviceKind;
 use crate::mesh::{Cluster, RankHosts};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
@@ -21,7 +22,7 @@ use std::path::Path;
 #[derive(Default)]
 pub struct JobRanks {
     /// This process's connection to the others, if it has joined any. It ends when it is dropped.
-    pub session: Option<Box<dyn Session>>,
+    pub(super) session: Option<Box<dyn Session>>,
     /// The hosts of all ranks, if they are processes.
     rank_hosts: Option<RankHosts>,
     pub(super) log: JobLog,
@@ -34,6 +35,82 @@ pub(super) struct Placed {
 }
 
 impl JobRanks {
+    /// Returns ranks that are threads until this process joins others. `log` receives the lines of their commands.
+    pub fn new(log: JobLog) -> Self {
+        Self { log, ..Self::default() }
+    }
+
+    /// Joins the processes of the launcher's job, if ranks are processes, for a program without a config file or whose file
+    /// is read before. `stated`: the backend of the flag or the file, else the launcher's. Returns the backend, if any.
+    /// Collective.
+    ///
+    /// # Errors
+    /// A launcher that contradicts the backend, a build without it, or processes that do not find each other.
+    pub fn join_launched(&mut self, stated: Option<Backend>) -> Result<Option<Backend>, JobError> {
+        if stated == Some(Backend::Thread) {
+            // Variables that contradict each other do not matter to threads.
+            if let Ok(info) = ProcessInfo::from_env() {
+                check_threads(&info, "--backend thread", self.log)?;
+            }
+            return Ok(stated);
+        }
+        let info = ProcessInfo::from_env().or_usage()?;
+        match stated {
+            Some(backend) => check_backend(backend, true)?,
+            None => check_build(&info)?,
+        }
+        let backend = stated.or(launched_backend(&info));
+        if let Some(backend) = backend {
+            self.session = join(&info, backend, &LaunchOptions::default(), self.log)?;
+        }
+        Ok(backend)
+    }
+
+    /// Chooses the device and the backend of `world_size` ranks. `backend`: that of a flag, a config or the launcher.
+    ///
+    /// # Errors
+    /// Another number of processes, or a device or backend that the build or the machine lacks.
+    pub fn place(
+        &self,
+        device: Option<DeviceKind>,
+        backend: Option<Backend>,
+        world_size: usize,
+    ) -> Result<DevicePlacement, JobError> {
+        let threads = self.session.is_none().then_some(world_size);
+        let placement = DevicePlacement::new(DeviceRequest { device, backend, threads }, self.log.line)?;
+        self.check_requested(world_size)?;
+        Ok(placement)
+    }
+
+    fn check_requested(&self, ranks: usize) -> Result<(), JobError> {
+        let Some(session) = &self.session else { return Ok(()) };
+        check_processes(&**session, ranks, &format!("{ranks} rank(s) requested"), "")
+    }
+
+    /// Runs `run` on all ranks, with the device of their tensors. Returns the result of this process's rank, or of rank 0 if
+    /// ranks are threads.
+    ///
+    /// # Errors
+    /// Another number of processes, or the failure of a rank.
+    pub fn run<T: Send, E: Into<Box<dyn Error + Send + Sync>>>(
+        &mut self,
+        world_size: usize,
+        placement: &DevicePlacement,
+        options: &LaunchOptions,
+        run: impl Fn(&RankContext, Device) -> Result<T, E> + Sync,
+    ) -> Result<T, JobError> {
+        self.check_requested(world_size)?;
+        match &mut self.session {
+            Some(session) => session.run(options, run).or_run(),
+            None => Ok(placement.launch(world_size, options, run).or_run()?.swap_remove(0)),
+        }
+    }
+
+    /// Returns the number of processes, if ranks are processes.
+    pub fn num_processes(&self) -> Option<usize> {
+        self.session.as_ref().map(|session| session.world_size())
+    }
+
     /// Returns what receives the lines of this process: nothing, if another process reports.
     pub(super) fn log(&self) -> fn(&str) {
         if self.is_first() { self.log.line } else { |_| () }
@@ -137,7 +214,7 @@ impl JobRanks {
     }
 
     /// Returns how many of `world_size` ranks run on this machine.
-    pub(super) fn local_ranks(&self, world_size: usize) -> usize {
+    pub fn local_ranks(&self, world_size: usize) -> usize {
         self.session.as_ref().map_or(world_size, |session| session.local_size())
     }
 
