@@ -18,18 +18,13 @@ pub(crate) fn without_ring(notation: &str) -> Result<MeshShape, JobError> {
 
 /// Parses the sizes of a command that takes no hybrid sharding.
 pub(crate) fn unreplicated(notation: &str) -> Result<TrainingShape, JobError> {
-    match training_shape(notation)? {
+    match stated_mesh(notation, None)?.shape {
         shape @ TrainingShape { shard_size: None, .. } => Ok(shape),
         shape => Err(JobError::usage(format!(
             "--mesh {notation}: this command does not support hybrid sharding (`dp_replicate`); use {}",
             shape.sizes.notation()
         ))),
     }
-}
-
-/// Parses the sizes of a `--mesh` flag.
-pub(crate) fn training_shape(notation: &str) -> Result<TrainingShape, JobError> {
-    Ok(stated_mesh(notation, None)?.shape)
 }
 
 /// Returns the overrides of a `--mesh` flag, if given.

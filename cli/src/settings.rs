@@ -3,8 +3,6 @@
 #![allow(unsafe_code, reason = "settings of the allocator and the system")]
 
 use super::progress::above_progress;
-use crate::failure::Failure;
-use anyhow::anyhow;
 use serde::Serialize;
 use std::fmt;
 use std::io::{IsTerminal, Write};
@@ -18,9 +16,8 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
-use ulysses::device::DeviceKind;
 use ulysses::monitor::{Tracer, brief};
-use ulysses::trainer::job::{meminfo_bytes, proc_bytes};
+use ulysses::trainer::job::proc_bytes;
 
 /// The planned peak memory per rank, for out-of-memory errors.
 pub(crate) static PLANNED_PEAK: OnceLock<String> = OnceLock::new();
@@ -114,20 +111,6 @@ impl Write for LogLine {
 
     fn flush(&mut self) -> std::io::Result<()> {
         std::io::stderr().flush()
-    }
-}
-
-/// Rejects benchmarks whose `elems` f32 elements in total exceed the host's memory.
-pub(super) fn check_tensors(device: DeviceKind, elems: f64) -> Result<(), Failure> {
-    const GIB: f64 = (1_u64 << 30) as f64;
-    let bytes = elems * size_of::<f32>() as f64;
-    match meminfo_bytes("MemTotal:") {
-        Some(available) if device == DeviceKind::Cpu && bytes > available => Err(Failure::Usage(anyhow!(
-            "not enough memory: this machine has {:.1} GiB, but the benchmark's tensors take {:.1} GiB; choose smaller ones",
-            available / GIB,
-            bytes / GIB
-        ))),
-        _ => Ok(()),
     }
 }
 

@@ -40,14 +40,20 @@ enum Limit {
     Epochs(u64),
 }
 
-/// The micro batches of one rank, phase by phase.
+/// How one rank loads the data of a phase.
 #[derive(Debug)]
-pub struct DataStream {
-    data: TrainingData,
+struct Loading {
     options: LoaderOptions,
     limit: Limit,
     /// With flexible sequence parallelism.
     cost: Option<DocumentCost>,
+}
+
+/// The micro batches of one rank, phase by phase.
+#[derive(Debug)]
+pub struct DataStream {
+    data: TrainingData,
+    loading: Loading,
     phase: usize,
     loader: ReadAhead,
     waited: Duration,
@@ -210,7 +216,7 @@ impl DataStream {
             accumulation: config.gradient_accumulation_steps,
             rank,
         };
-        let limit = Limit::of(config)?;
+        let loading = Loading { options, limit: Limit::of(config)?, cost };
         let passes = |phase: &Phase| Passes {
             seq_len: phase.data.seq_len(),
             block_size: None,
@@ -218,12 +224,10 @@ impl DataStream {
             evaluated: 0,
         };
         Ok(Self {
-            loader: loader(&data.phases[0].data, options, (limit, cost), 0)?,
+            loader: loading.start(&data.phases[0].data, 0)?,
             passes: data.phases.iter().map(passes).collect(),
             data,
-            options,
-            limit,
-            cost,
+            loading,
             phase: 0,
             waited: Duration::ZERO,
         })
@@ -232,13 +236,13 @@ impl DataStream {
     /// Resumes after `steps` steps, whose last phase has consumed `samples_consumed` samples.
     pub(super) fn resume(&mut self, steps: u64, samples_consumed: u64) -> Result<(), TrainerError> {
         self.phase = self.data.phase_of_last(steps);
-        self.loader = loader(&self.phase().data, self.options, (self.limit, self.cost), samples_consumed)?;
+        self.loader = self.loading.start(&self.phase().data, samples_consumed)?;
         Ok(())
     }
 
     /// Returns the number of the run's last step, when `steps` steps are done.
     pub(super) fn last_step(&self, steps: u64) -> u64 {
-        match self.limit {
+        match self.loading.limit {
             Limit::Steps(last) => last,
             Limit::Epochs(_) => steps + self.loader.cursor().steps_left().unwrap_or(0),
         }
@@ -250,7 +254,7 @@ impl DataStream {
         let is_new = phase != self.phase;
         if is_new {
             self.phase = phase;
-            self.loader = loader(&self.phase().data, self.options, (self.limit, self.cost), 0)?;
+            self.loader = self.loading.start(&self.phase().data, 0)?;
         }
         Ok(is_new)
     }
@@ -314,24 +318,22 @@ impl DataStream {
 
     /// Returns the data position for a checkpoint.
     pub(super) fn cursor(&self) -> DataCursor {
-        self.phase().cursor(self.options.seed, self.loader.cursor().samples_consumed())
+        self.phase().cursor(self.loading.options.seed, self.loader.cursor().samples_consumed())
     }
 }
 
-fn loader(
-    data: &Dataset,
-    options: LoaderOptions,
-    (limit, cost): (Limit, Option<DocumentCost>),
-    samples_consumed: u64,
-) -> Result<ReadAhead, TrainerError> {
-    let mut loader = DataLoader::new(data.clone(), options)?;
-    if let Limit::Epochs(epochs) = limit {
-        let end = epochs.checked_mul(data.num_sequences() as u64).ok_or(TrainerError::TooManyEpochs)?;
-        loader = loader.ending_at(end);
+impl Loading {
+    /// Loads after `samples_consumed` samples of a phase's data.
+    fn start(&self, data: &Dataset, samples_consumed: u64) -> Result<ReadAhead, TrainerError> {
+        let mut loader = DataLoader::new(data.clone(), self.options)?;
+        if let Limit::Epochs(epochs) = self.limit {
+            let end = epochs.checked_mul(data.num_sequences() as u64).ok_or(TrainerError::TooManyEpochs)?;
+            loader = loader.ending_at(end);
+        }
+        if let Some(cost) = self.cost {
+            loader = loader.balanced(cost);
+        }
+        loader.set_samples_consumed(samples_consumed);
+        Ok(ReadAhead::new(loader))
     }
-    if let Some(cost) = cost {
-        loader = loader.balanced(cost);
-    }
-    loader.set_samples_consumed(samples_consumed);
-    Ok(ReadAhead::new(loader))
 }

@@ -182,7 +182,7 @@ impl<R: BorrowMut<JobRanks>> Job<R> {
     ) -> Result<PathBuf, JobError> {
         self.lock = self.prepared.acquire_output(self.ranks.borrow_mut(), check)?;
         self.has_output = true;
-        Ok(self.prepared.output.clone().unwrap_or_default())
+        Ok(self.prepared.options.output.clone().unwrap_or_default())
     }
 
     /// Trains on all ranks. Every process gets the results of all.
@@ -203,7 +203,7 @@ impl<R: BorrowMut<JobRanks>> Job<R> {
         let (train, totals) = (first.train.clone(), first.totals.clone());
         let mut report = JobReport {
             train,
-            output: prepared.output.clone(),
+            output: prepared.options.output.clone(),
             summary: RunSummary { totals, ranks: Vec::new() },
             comms: Vec::new(),
             memory: Vec::new(),
@@ -235,8 +235,11 @@ fn train(
     trainer.observe(&mut totals);
     observers.iter().try_for_each(|add| add(job, &mut trainer)).map_err(TrainerError::Observer)?;
     // The last one, since observers may change the metrics.
-    let output =
-        job.output.as_ref().filter(|_| job.writes_event_files && rank.rank == 0 && !trainer.is_done());
+    let output = job
+        .options
+        .output
+        .as_ref()
+        .filter(|_| job.writes_event_files && rank.rank == 0 && !trainer.is_done());
     if let Some(output) = output {
         trainer.observe(EventFiles::new(&job.config, output)?);
     }

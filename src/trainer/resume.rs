@@ -87,6 +87,12 @@ pub struct Resumed {
     pub source: CheckpointSource,
 }
 
+/// The checkpoint that a run resumes from.
+struct Found {
+    checkpoint: Checkpoint,
+    source: CheckpointSource,
+}
+
 /// Returns whether two paths are the same directory.
 fn is_same_dir(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
@@ -110,7 +116,7 @@ pub(super) struct Resumption<'a> {
 impl Resumption<'_> {
     /// Restores the checkpoint of `resume`; `None` if there is none. Collective.
     pub(super) fn restore(self, resume: &Resume) -> Result<Option<Resumed>, TrainerError> {
-        let Some((checkpoint, source)) = self.find(resume)? else { return Ok(None) };
+        let Some(Found { checkpoint, source }) = self.find(resume)? else { return Ok(None) };
         let manifest = checkpoint.manifest();
         let (step, seed) = (manifest.progress.step, self.engine.config().seed);
         // The candidate that was checked before the ranks started may have been skipped.
@@ -163,8 +169,8 @@ impl Resumption<'_> {
         }
     }
 
-    fn find(&self, resume: &Resume) -> Result<Option<(Checkpoint, CheckpointSource)>, TrainerError> {
-        let on_disk = |checkpoint| (checkpoint, CheckpointSource::Disk);
+    fn find(&self, resume: &Resume) -> Result<Option<Found>, TrainerError> {
+        let on_disk = |checkpoint| Found { checkpoint, source: CheckpointSource::Disk };
         let directory = match resume {
             Resume::From(dir) => return Ok(Some(on_disk(open_verified(dir, self.group)?))),
             Resume::Newest(dir) => dir.as_deref().or(self.output).ok_or(TrainerError::NoOutput)?,
@@ -176,9 +182,9 @@ impl Resumption<'_> {
         // Checkpoints elsewhere are of a run before this job.
         let is_own = !self.output.is_some_and(|output| resume.is_from_elsewhere(output));
         if let Some(memory) = self.memory.filter(|_| is_own)
-            && let Some(copy) = memory.newest(self.engine, found.checkpoint.as_ref())?
+            && let Some(checkpoint) = memory.newest(self.engine, found.checkpoint.as_ref())?
         {
-            return Ok(Some((copy, CheckpointSource::Memory)));
+            return Ok(Some(Found { checkpoint, source: CheckpointSource::Memory }));
         }
         if found.checkpoint.is_none() {
             let directory = directory.display();

@@ -8,11 +8,11 @@ use crate::config_flags::SetFlags;
 use crate::output::log_line;
 use crate::settings::WritableMemory;
 use anyhow::{Context, Result, anyhow};
-use memory::{StepMemory, run_watched, workload};
+use memory::{Ended, StepMemory, run_watched, workload};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::time::Instant;
 use ulysses::config::{Config, Overrides, RawConfig};
 
@@ -185,20 +185,15 @@ impl Search {
             log_line(format_args!("trying sequences of {seq_len} tokens"));
         }
         let start = Instant::now();
-        let (step, memory) = self.step(seq_len).or_run()?;
+        let Ended { status, stderr, memory } = self.step(seq_len).or_run()?;
         let seconds = start.elapsed().as_secs_f64();
-        let fits = step.status.success();
-        let stderr = String::from_utf8_lossy(&step.stderr);
+        let fits = status.success();
         // Any other failure is an error of the search.
         if !fits && !OUT_OF_MEMORY.iter().any(|sign| stderr.contains(sign)) {
             let cause = stderr.trim_end().lines().next_back().unwrap_or_default();
             let cause = cause.strip_prefix("error: ").unwrap_or(cause);
-            let error = anyhow!("a step on {seq_len} tokens failed ({}): {cause}", step.status);
-            return Err(if step.status.code() == Some(2) {
-                Failure::Usage(error)
-            } else {
-                Failure::Run(error)
-            });
+            let error = anyhow!("a step on {seq_len} tokens failed ({status}): {cause}");
+            return Err(if status.code() == Some(2) { Failure::Usage(error) } else { Failure::Run(error) });
         }
         log_line(format_args!(
             "{seq_len} tokens {} ({seconds:.0} s)",
@@ -208,7 +203,7 @@ impl Search {
         Ok(fits)
     }
 
-    fn step(&self, seq_len: usize) -> Result<(Output, Option<WritableMemory>)> {
+    fn step(&self, seq_len: usize) -> Result<Ended> {
         let data = self.directory.path().join("data");
         write_documents(&data, self.batch_size * seq_len)?;
         let output = self.output(seq_len);

@@ -26,18 +26,20 @@ pub(super) use gemm::square_gemm;
 pub(super) use report::{cores, cpu_name};
 pub(super) use training::TrainingArgs;
 
+use super::DeviceArg;
 use super::ranks::BackendArgs;
-use super::{DeviceArg, settings};
 use crate::failure::{Failure, OrFail};
 use crate::mesh_flag::without_ring;
 use crate::output::print;
+use anyhow::anyhow;
 use candle_core::DType;
 use clap::Subcommand;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use report::Report;
 use ulysses::comm::{LaunchOptions, RankContext};
 use ulysses::config::Backend;
-use ulysses::trainer::job::{DevicePlacement, JobRanks, launch_options};
+use ulysses::device::DeviceKind;
+use ulysses::trainer::job::{DevicePlacement, JobRanks, launch_options, meminfo_bytes};
 
 #[derive(clap::Args)]
 pub(super) struct BenchArgs {
@@ -174,7 +176,19 @@ impl<'a> BenchRanks<'a> {
 
     /// Rejects tensors of `elems` f32 elements in total that exceed the host's memory.
     fn check_tensors(&self, elems: f64) -> Result<(), Failure> {
-        settings::check_tensors(self.placement.device(), elems)
+        const GIB: f64 = (1_u64 << 30) as f64;
+        let bytes = elems * size_of::<f32>() as f64;
+        match meminfo_bytes("MemTotal:") {
+            Some(available) if self.placement.device() == DeviceKind::Cpu && bytes > available => {
+                Err(Failure::Usage(anyhow!(
+                    "not enough memory: this machine has {:.1} GiB, but the benchmark's tensors take {:.1} GiB; choose \
+                     smaller ones",
+                    available / GIB,
+                    bytes / GIB
+                )))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Measures on all ranks.

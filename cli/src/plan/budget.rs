@@ -9,12 +9,17 @@ use ulysses::trainer::job::GPU_RESERVE_BYTES;
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// The values of the flags.
-#[derive(Clone, Copy)]
+#[derive(clap::Args)]
 pub(super) struct MemoryFlags {
-    pub(super) memory_gib: Option<f64>,
-    pub(super) reserve_gib: Option<f64>,
-    pub(super) host_memory_gib: Option<f64>,
+    /// Memory per rank in GiB: reports whether the run fits, and the longest sequence that fits.
+    #[arg(long, visible_alias = "gib-per-rank")]
+    memory_gib: Option<f64>,
+    /// Part of --memory-gib that is not for tensors: CUDA context and libraries [default: 4 on GPUs, 0 on CPUs].
+    #[arg(long, requires = "memory_gib")]
+    reserve_gib: Option<f64>,
+    /// Available host memory per node in GiB, for what ranks on GPUs offload [default: not limited].
+    #[arg(long, requires = "memory_gib")]
+    host_memory_gib: Option<f64>,
 }
 
 /// The memory for tensors.
@@ -27,7 +32,7 @@ pub(super) struct Available {
 
 impl MemoryFlags {
     /// Returns the memory for tensors, if `--memory-gib` is given.
-    pub(super) fn available(self, device: DeviceKind) -> Result<Option<Available>, Failure> {
+    pub(super) fn available(&self, device: DeviceKind) -> Result<Option<Available>, Failure> {
         let is_positive = |gib: f64| gib.is_finite() && gib > 0.0;
         let bytes = |flag: &str, gib: Option<f64>| match gib {
             Some(gib) if !is_positive(gib) => {

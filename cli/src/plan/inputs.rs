@@ -73,22 +73,18 @@ pub(super) fn check_model(model: &ModelConfig, config: &Config) -> Result<(), Fa
     Ok(check_exchange(model, config.micro_batch_size, seq_len, config)?)
 }
 
-/// Returns the model's name and shape. Presets use the vocabulary of the config's tokenizer, as in training.
-pub(crate) fn model(config: &Config) -> Result<(String, ModelConfig), Failure> {
+/// Returns the model's shape. Presets use the vocabulary of the config's tokenizer, as in training.
+pub(crate) fn model(config: &Config) -> Result<ModelConfig, Failure> {
     let name = config.require_model().or_usage()?;
-    let model = if is_on_disk(name) {
-        describe(Path::new(name))?
-    } else {
-        let model = shape(name).or_usage()?;
-        match config.ulysses.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) {
-            Some(tokenizer) => {
-                let tokenizer = tokenizer_file(Some(Path::new(tokenizer)), config.ulysses.chat_date)?;
-                ModelConfig { vocab_size: tokenizer.vocab_size(), ..model }
-            }
-            None => model,
-        }
+    if is_on_disk(name) {
+        return describe(Path::new(name));
+    }
+    let model = shape(name).or_usage()?;
+    let Some(tokenizer) = config.ulysses.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) else {
+        return Ok(model);
     };
-    Ok((name.to_owned(), model))
+    let tokenizer = tokenizer_file(Some(Path::new(tokenizer)), config.ulysses.chat_date)?;
+    Ok(ModelConfig { vocab_size: tokenizer.vocab_size(), ..model })
 }
 
 /// Returns whether a model is a file or a directory; a preset comes before a directory of its name.

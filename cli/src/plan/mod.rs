@@ -53,15 +53,8 @@ pub(super) struct PlanArgs {
     /// Write the cheapest config of --fit to a file instead of printing it.
     #[arg(long, requires = "fit", value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Memory per rank in GiB: reports whether the run fits, and the longest sequence that fits.
-    #[arg(long, visible_alias = "gib-per-rank")]
-    memory_gib: Option<f64>,
-    /// Part of --memory-gib that is not for tensors: CUDA context and libraries [default: 4 on GPUs, 0 on CPUs].
-    #[arg(long, requires = "memory_gib")]
-    reserve_gib: Option<f64>,
-    /// Available host memory per node in GiB, for what ranks on GPUs offload [default: not limited].
-    #[arg(long, requires = "memory_gib")]
-    host_memory_gib: Option<f64>,
+    #[command(flatten)]
+    memory: MemoryFlags,
     /// Tokens per sequence, over all sp ranks [default: the config's longest, else the longest that fits
     /// --memory-gib].
     #[arg(long, value_parser = at_least_1::<usize>)]
@@ -160,7 +153,8 @@ impl Inputs {
         if args.seq_len.is_none() {
             config.ulysses.seq_len = config.longest_seq_len();
         }
-        let (name, model) = model(&config)?;
+        let model = model(&config)?;
+        let name = config.ulysses.model.clone().unwrap_or_default();
         let machine = args.machine.as_deref().map(MachineProfile::from_file);
         let machine = machine.transpose().context("--machine").or_usage()?;
         let stated = config.ulysses.mesh.as_ref().and_then(|mesh| mesh.mesh().ok()?.1);
@@ -173,8 +167,7 @@ impl Inputs {
             false => check_model(&model, &config)?,
         }
         let device = likely_device(args.device.kind(), Some(config.ulysses.backend));
-        let PlanArgs { memory_gib, reserve_gib, host_memory_gib, .. } = *args;
-        let available = MemoryFlags { memory_gib, reserve_gib, host_memory_gib }.available(device)?;
+        let available = args.memory.available(device)?;
         check_offload_device(&config, device).or_usage()?;
         if let Some(path) = &args.config {
             config_warnings(&config, path, device).iter().for_each(log_line);

@@ -26,7 +26,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>, ranks: &mut JobRanks)
     let mut job = Job::on(ranks, args.config(), args.options(tracer.clone()))?;
     let (is_first, trace) = (job.is_first(), args.trace.as_deref().zip(tracer));
     mesh_order::log(job.prepared());
-    let stop = job.prepared().stop.clone();
+    let stop = job.prepared().options.stop.clone();
     let saves = job.prepared().config.checkpoint.is_some();
     // Nothing is written unless all processes can start.
     let output = job.acquire_output(|| {

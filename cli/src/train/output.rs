@@ -12,7 +12,7 @@ use ulysses::trainer::job::PreparedJob;
 /// `run.json`. A resumed run appends to its metrics.
 pub(super) fn begin(job: &PreparedJob, trainer: &Trainer<'_>, record: &Record) -> anyhow::Result<()> {
     let output = record.output();
-    let is_new_here = job.resume.as_ref().is_some_and(|resume| resume.is_from_elsewhere(output));
+    let is_new_here = job.options.resume.as_ref().is_some_and(|resume| resume.is_from_elsewhere(output));
     let earlier = if trainer.steps().start > 0 {
         EarlierRecord::read(output, trainer.run_id(), is_new_here)?
     } else {

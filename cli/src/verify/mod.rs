@@ -113,33 +113,15 @@ pub(super) fn run(args: VerifyArgs, ranks: &mut JobRanks) -> Result<(), Failure>
         single.logits = packing::packed_as(&packed, &single.logits).or_run()?;
     }
     let tolerance = args.tolerance.unwrap_or_else(|| results::default_tolerance(&mesh_config));
-    let rule = ErrorRule { tolerance, config: &config };
-    let errors = rule.compare(&on_mesh, &single, batch_size).or_run()?;
-    let worst = errors.first().map_or(f64::INFINITY, |(_, error)| *error);
-    let replaced = check.raw.replaced_sizes(shape.sizes);
-    print(if args.json {
-        as_json(&errors, &args, worst, tolerance)
+    let errors = ErrorRule { tolerance, config: &config }.compare(&on_mesh, &single, batch_size).or_run()?;
+    let comparison = Comparison { args: &args, errors, tolerance };
+    if args.json {
+        print(comparison.json())?;
     } else {
-        replaced.iter().map(|note| format!("{note}\n")).collect::<String>()
-            + &as_text(&errors, &args, worst, tolerance)
-    })?;
-    judge(&on_mesh, worst, tolerance, args.packing).map_err(Failure::Run)
-}
-
-/// Fails unless the results agree and are finite.
-fn judge(on_mesh: &BatchOutcome, worst: f64, tolerance: f64, packing: bool) -> anyhow::Result<()> {
-    if let Some(report) = on_mesh.reports.iter().find(|report| report.overflow) {
-        bail!("step {} overflowed at loss scale {}", report.step, report.loss_scale);
+        check.raw.replaced_sizes(shape.sizes).iter().try_for_each(|note| print(format_args!("{note}\n")))?;
+        print(comparison.text())?;
     }
-    let scale = match on_mesh.loss_scale {
-        1.0 => String::new(),
-        scale => format!("; the loss scale is {scale}, of `fp16`: training skips such steps and lowers it"),
-    };
-    ensure!(worst.is_finite(), "results are not finite, so they cannot be compared{scale}");
-    let cause = if packing { "the mesh or the packing" } else { "the mesh" };
-    let message = format!("{cause} changes the result: maximum relative error");
-    ensure!(worst <= tolerance, "{message} {worst:.2e} > tolerance {tolerance:.2e}");
-    Ok(())
+    comparison.judge(&on_mesh).map_err(Failure::Run)
 }
 
 fn read_config(args: &VerifyArgs) -> Result<RawConfig, Failure> {
@@ -224,30 +206,65 @@ fn written(loss: f64, tensors: usize, path: &Path, as_json: bool) -> String {
     format!("loss {loss:.6}; {tensors} tensors written to {}\n", path.display())
 }
 
-fn as_json(errors: &[(String, f64)], args: &VerifyArgs, worst: f64, tolerance: f64) -> String {
-    let errors: serde_json::Map<_, _> =
-        errors.iter().map(|(name, error)| (name.clone(), json!(error))).collect();
-    let all = json!({
-        "mesh": args.mesh, "packing": args.packing, "tolerance": tolerance, "largest_relative_error": worst,
-        "passed": worst <= tolerance, "relative_errors": errors,
-    });
-    format!("{all}\n")
+/// The results on a mesh, compared with those of a single rank.
+struct Comparison<'a> {
+    args: &'a VerifyArgs,
+    /// The maximum error of every tensor, in descending order.
+    errors: Vec<(String, f64)>,
+    tolerance: f64,
 }
 
-fn as_text(errors: &[(String, f64)], args: &VerifyArgs, worst: f64, tolerance: f64) -> String {
-    const LISTED: usize = 10;
-    let alone = if args.packing { ", every document alone" } else { "" };
-    let mut text = format!(
-        "mesh {} compared with a single rank{alone}; error relative to each tensor's largest entry\n",
-        args.mesh
-    );
-    for (name, error) in errors.iter().take(LISTED) {
-        let _ = writeln!(text, "  {error:.2e}  {name}");
+impl Comparison<'_> {
+    fn worst(&self) -> f64 {
+        self.errors.first().map_or(f64::INFINITY, |(_, error)| *error)
     }
-    if errors.len() > LISTED {
-        let _ = writeln!(text, "  … and {} tensors with smaller errors", errors.len() - LISTED);
+
+    /// Fails unless the results agree and are finite.
+    fn judge(&self, on_mesh: &BatchOutcome) -> anyhow::Result<()> {
+        if let Some(report) = on_mesh.reports.iter().find(|report| report.overflow) {
+            bail!("step {} overflowed at loss scale {}", report.step, report.loss_scale);
+        }
+        let scale = match on_mesh.loss_scale {
+            1.0 => String::new(),
+            scale => {
+                format!("; the loss scale is {scale}, of `fp16`: training skips such steps and lowers it")
+            }
+        };
+        let (worst, tolerance) = (self.worst(), self.tolerance);
+        ensure!(worst.is_finite(), "results are not finite, so they cannot be compared{scale}");
+        let cause = if self.args.packing { "the mesh or the packing" } else { "the mesh" };
+        let message = format!("{cause} changes the result: maximum relative error");
+        ensure!(worst <= tolerance, "{message} {worst:.2e} > tolerance {tolerance:.2e}");
+        Ok(())
     }
-    let verdict = if worst <= tolerance { "within" } else { "EXCEEDS" };
-    let _ = writeln!(text, "maximum {worst:.2e}, {verdict} tolerance {tolerance:.2e}");
-    text
+
+    fn json(&self) -> String {
+        let Self { args, tolerance, .. } = self;
+        let errors: serde_json::Map<_, _> =
+            self.errors.iter().map(|(name, error)| (name.clone(), json!(error))).collect();
+        let all = json!({
+            "mesh": args.mesh, "packing": args.packing, "tolerance": tolerance,
+            "largest_relative_error": self.worst(), "passed": self.worst() <= *tolerance, "relative_errors": errors,
+        });
+        format!("{all}\n")
+    }
+
+    fn text(&self) -> String {
+        const LISTED: usize = 10;
+        let Self { args, errors, tolerance } = self;
+        let alone = if args.packing { ", every document alone" } else { "" };
+        let mut text = format!(
+            "mesh {} compared with a single rank{alone}; error relative to each tensor's largest entry\n",
+            args.mesh
+        );
+        for (name, error) in errors.iter().take(LISTED) {
+            let _ = writeln!(text, "  {error:.2e}  {name}");
+        }
+        if errors.len() > LISTED {
+            let _ = writeln!(text, "  … and {} tensors with smaller errors", errors.len() - LISTED);
+        }
+        let verdict = if self.worst() <= *tolerance { "within" } else { "EXCEEDS" };
+        let _ = writeln!(text, "maximum {:.2e}, {verdict} tolerance {tolerance:.2e}", self.worst());
+        text
+    }
 }

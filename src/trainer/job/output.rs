@@ -26,7 +26,7 @@ impl PreparedJob {
         let acquire = || is_first.then(|| LockedOutput::acquire(&self.file, &self.config)).transpose();
         let acquired = ranks.agree(check().and_then(|()| acquire()))?;
         let path = acquired.as_ref().map(|output| output.path.clone());
-        self.output = Some(ranks.value_of_first(path.unwrap_or_default())?);
+        self.options.output = Some(ranks.value_of_first(path.unwrap_or_default())?);
         Ok(acquired.map(|output| output.lock))
     }
 

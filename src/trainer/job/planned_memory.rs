@@ -15,6 +15,13 @@ pub(super) struct Sharing {
     pub(super) gpu: usize,
 }
 
+/// The bytes that ranks need together of memory that they share.
+struct Need {
+    ranks: usize,
+    bytes: u64,
+    available: Available,
+}
+
 /// The planned peak memory per rank.
 pub struct PlannedMemory {
     plan: RankPlan,
@@ -51,16 +58,17 @@ impl PlannedMemory {
 
     /// Returns whether the available memory is enough, as far as it is known.
     pub(super) fn fits(&self, ranks: Sharing) -> bool {
-        self.needs(ranks, self.limits()).iter().all(|(_, bytes, available)| *bytes <= available.bytes)
+        self.needs(ranks, self.limits()).iter().all(|need| need.bytes <= need.available.bytes)
     }
 
-    /// Returns the ranks that share each limit, the bytes that they need together, and the limit.
-    fn needs(&self, ranks: Sharing, limits: [Option<Available>; 3]) -> Vec<(usize, u64, Available)> {
+    /// Returns what is needed of each limit.
+    fn needs(&self, ranks: Sharing, limits: [Option<Available>; 3]) -> Vec<Need> {
         let Sharing { machine, process, gpu } = ranks;
         let each = [machine, process, gpu].into_iter().zip(self.bytes()).zip(limits);
-        let needs = each
-            .filter_map(|((ranks, bytes), limit)| Some((ranks, bytes.saturating_mul(ranks as u64), limit?)));
-        needs.filter(|(_, bytes, _)| *bytes > 0).collect()
+        let need = |((ranks, bytes), limit): ((usize, u64), Option<Available>)| {
+            Some(Need { ranks, bytes: bytes.saturating_mul(ranks as u64), available: limit? })
+        };
+        each.filter_map(need).filter(|need| need.bytes > 0).collect()
     }
 
     /// Returns the line for a plan that does not fit, because of which attention is recomputed.
@@ -90,16 +98,18 @@ impl PlannedMemory {
         let RankPlan { peak_bytes, peak_at, .. } = &self.plan;
         let planned = format!("planned peak memory: {} per rank ({peak_at})", bytes(*peak_bytes as f64));
         let needs = self.needs(ranks, limits);
-        let compared = needs.iter().map(|(ranks, needed, Available { bytes: available, limit })| {
-            let [needed, available] = [needed, available].map(|amount| bytes(*amount as f64));
+        let compared = needs.iter().map(|Need { ranks, bytes: needed, available }| {
+            let [needed, limited] = [*needed, available.bytes].map(|amount| bytes(amount as f64));
+            let limit = available.limit;
             format!(
-                "; {} of {}: {needed} of {available} available ({limit})",
+                "; {} of {}: {needed} of {limited} available ({limit})",
                 limit.memory(),
                 counted(*ranks, "rank")
             )
         });
-        let exceeded = needs.iter().filter_map(|(_, needed, Available { bytes: available, limit })| {
-            let lacking = needed.checked_sub(*available).filter(|lacking| *lacking > 0)?;
+        let exceeded = needs.iter().filter_map(|Need { bytes: needed, available, .. }| {
+            let lacking = needed.checked_sub(available.bytes).filter(|lacking| *lacking > 0)?;
+            let limit = available.limit;
             Some(format!(
                 "warning: the planned memory exceeds the available {} ({limit}) by {}; the run may run out of memory. \
                  `ulysses plan` lists single changes that need less",
@@ -158,7 +168,7 @@ mod tests {
             let available = |gib: u64| Available { bytes: gib * GIB, limit: Limit::Machine };
             let limits = [Some(available(machine)), process.map(available), None];
             let needs = planned(DeviceKind::Cpu).needs(SHARING, limits);
-            needs.iter().all(|(_, bytes, available)| *bytes <= available.bytes)
+            needs.iter().all(|need| need.bytes <= need.available.bytes)
         };
         assert!(fits(12, None) && fits(12, Some(6)));
         assert!(!fits(11, None) && !fits(12, Some(5)));

@@ -18,11 +18,9 @@ use crate::kernels::linear::bf16_gemm_deprecation;
 use crate::mesh::{DeviceMesh, RankHosts, SpGroups};
 use crate::model::Model;
 use crate::monitor::{Tracer, counted};
-use crate::trainer::{Phase, Resume, Trainer, TrainerError, TrainerOptions, TrainingData, check_config};
+use crate::trainer::{Phase, Trainer, TrainerError, TrainerOptions, TrainingData, check_config};
 use candle_core::Device;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 /// A checked job. Nothing has been written for it yet.
 pub struct PreparedJob {
@@ -44,19 +42,13 @@ pub struct PreparedJob {
     pub data: TrainingData,
     /// The memory that it is planned to need, if the model can be planned.
     pub planned: Option<PlannedMemory>,
-    /// The output directory; from the config, if it has one.
-    pub output: Option<PathBuf>,
-    /// The checkpoint to resume.
-    pub resume: Option<Resume>,
-    /// Set it to save and stop after the step.
-    pub stop: Arc<AtomicBool>,
+    /// The options of each rank's trainer. The output directory is known before [`Job::train`](super::Job::train) if the
+    /// config has one.
+    pub options: TrainerOptions,
     /// The config file.
     pub(super) file: PathBuf,
-    reset_data: bool,
-    memory_dir: Option<PathBuf>,
     pub(super) writes_event_files: bool,
     pub(super) tracer: Option<Tracer>,
-    log: fn(&str),
 }
 
 impl PreparedJob {
@@ -88,8 +80,17 @@ impl PreparedJob {
         }
         check_candidate(resume.as_ref().filter(|_| !options.reset_data), &config, &data)?;
         check_offload(&config, placement.device()).or_usage()?;
-        let mut job = Self {
+        let trainer_options = TrainerOptions {
             output: config.ulysses.output.as_ref().map(PathBuf::from),
+            resume,
+            memory_dir: options.memory_dir,
+            reset_data: options.reset_data,
+            model: model.config.to_hf_json(),
+            source: model.hf_source.clone(),
+            log,
+            ..TrainerOptions::default()
+        };
+        let mut job = Self {
             config,
             mesh: placed.mesh,
             sp_groups: placed.sp_groups,
@@ -99,14 +100,10 @@ impl PreparedJob {
             model,
             data,
             planned: None,
-            resume,
-            stop: Arc::default(),
+            options: trainer_options,
             file: file.to_owned(),
-            reset_data: options.reset_data,
-            memory_dir: options.memory_dir,
             writes_event_files: options.writes_event_files,
             tracer: options.tracer,
-            log,
         };
         job.planned = job.plan_memory(ranks).or_usage()?;
         Ok(job)
@@ -150,7 +147,7 @@ impl PreparedJob {
         }
         let recomputed = self.plan_memory(ranks).or_usage()?;
         if let Some(planned) = std::mem::replace(&mut self.planned, recomputed) {
-            (self.log)(&planned.recomputed_attention());
+            (self.options.log)(&planned.recomputed_attention());
         }
         Ok(())
     }
@@ -158,7 +155,7 @@ impl PreparedJob {
     /// Logs the planned memory next to the available memory, with a warning if it exceeds it.
     pub(super) fn log_planned_memory(&self, ranks: &JobRanks) {
         let lines = self.planned.iter().flat_map(|planned| planned.lines(self.sharing(ranks)));
-        lines.for_each(|line| (self.log)(&line));
+        lines.for_each(|line| (self.options.log)(&line));
     }
 
     /// Explains an out-of-memory error of a rank, with the state of its engine if there is one.
@@ -177,17 +174,7 @@ impl PreparedJob {
     ) -> Result<Trainer<'a>, TrainerError> {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device);
         let engine = self.model.engine(&self.config, &groups)?;
-        let options = TrainerOptions {
-            output: self.output.clone(),
-            resume: self.resume.clone(),
-            memory_dir: self.memory_dir.clone(),
-            reset_data: self.reset_data,
-            model: self.model.config.to_hf_json(),
-            source: self.model.hf_source.clone(),
-            stop: self.stop.clone(),
-            log: self.log,
-        };
-        Trainer::new(engine, &groups, self.data.clone(), options)
+        Trainer::new(engine, &groups, self.data.clone(), self.options.clone())
     }
 }
 

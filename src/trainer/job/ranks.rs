@@ -7,8 +7,8 @@ use super::join::{
 use super::options::{JobError, JobLog, JobOptions, OrJobError};
 use crate::checkpoint::CheckpointError;
 use crate::comm::{
-    CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext, Session, all_gather_object, host_name,
-    stated_hosts,
+    CommError, LaunchError, LaunchOptions, ProcessFlags, ProcessInfo, RankContext, Session,
+    all_gather_object, host_name, stated_hosts,
 };
 use crate::config::{Backend, Config, RawConfig};
 use crate::kernels::device::DeviceKind;
@@ -47,14 +47,8 @@ impl JobRanks {
     /// # Errors
     /// A launcher that contradicts the backend, a build without it, or processes that do not find each other.
     pub fn join_launched(&mut self, stated: Option<Backend>) -> Result<Option<Backend>, JobError> {
-        if stated == Some(Backend::Thread) {
-            // Variables that contradict each other do not matter to threads.
-            if let Ok(info) = ProcessInfo::from_env() {
-                check_threads(&info, "--backend thread", self.log)?;
-            }
-            return Ok(stated);
-        }
-        let info = ProcessInfo::from_env().or_usage()?;
+        let info = self.discover(&ProcessFlags::default(), stated)?;
+        let Some(info) = info.filter(|_| stated != Some(Backend::Thread)) else { return Ok(stated) };
         match stated {
             Some(backend) => check_backend(backend, true)?,
             None => check_build(&info)?,
@@ -76,10 +70,19 @@ impl JobRanks {
         backend: Option<Backend>,
         world_size: usize,
     ) -> Result<DevicePlacement, JobError> {
-        let threads = self.session.is_none().then_some(world_size);
-        let placement = DevicePlacement::new(DeviceRequest { device, backend, threads }, self.log.line)?;
+        let placement = self.placement(device, backend, world_size)?;
         self.check_requested(world_size)?;
         Ok(placement)
+    }
+
+    fn placement(
+        &self,
+        device: Option<DeviceKind>,
+        backend: Option<Backend>,
+        world_size: usize,
+    ) -> Result<DevicePlacement, JobError> {
+        let threads = self.session.is_none().then_some(world_size);
+        DevicePlacement::new(DeviceRequest { device, backend, threads }, self.log())
     }
 
     fn check_requested(&self, ranks: usize) -> Result<(), JobError> {
@@ -121,15 +124,7 @@ impl JobRanks {
     pub(super) fn join_and_resolve(&mut self, file: &Path, options: &JobOptions) -> Result<Placed, JobError> {
         let JobOptions { device, backend: by_flag, log, .. } = *options;
         self.log = log;
-        // Variables that contradict each other do not matter to threads.
-        let discovered = ProcessInfo::discover(&options.process, variable).or_usage();
-        let info = match by_flag {
-            Some(Backend::Thread) => discovered.ok(),
-            _ => Some(discovered?),
-        };
-        if let (Some(Backend::Thread), Some(info)) = (by_flag, &info) {
-            check_threads(info, "--backend thread", log)?;
-        }
+        let info = self.discover(&options.process, by_flag)?;
         let launched = info.as_ref().and_then(launched_backend);
         // Errors in the file are reported once, after all have joined. Until then only its timeout is used.
         let raw = RawConfig::from_file_with(file, &options.settings);
@@ -160,10 +155,25 @@ impl JobRanks {
         if self.session.is_none() {
             stated_hosts(Some(config.world_size()), variable).or_usage()?;
         }
-        let threads = self.session.is_none().then_some(config.world_size());
-        let placement = DevicePlacement::new(DeviceRequest { device, backend, threads }, self.log())?;
+        let placement = self.placement(device, backend, config.world_size())?;
         config.ulysses.backend = placement.backend();
         Ok(Placed { config, placement })
+    }
+
+    /// Finds the process's place in a launcher's job, which must not run all ranks as threads in each process.
+    fn discover(
+        &self,
+        flags: &ProcessFlags,
+        by_flag: Option<Backend>,
+    ) -> Result<Option<ProcessInfo>, JobError> {
+        let discovered = ProcessInfo::discover(flags, variable).or_usage();
+        if by_flag != Some(Backend::Thread) {
+            return discovered.map(Some);
+        }
+        // Variables that contradict each other do not matter to threads.
+        let info = discovered.ok();
+        info.iter().try_for_each(|info| check_threads(info, "--backend thread", self.log))?;
+        Ok(info)
     }
 
     fn join(

@@ -20,6 +20,13 @@ pub struct Sources {
     log: fn(&str),
 }
 
+/// Documents in sequences.
+struct Packed {
+    sequences: PackedSequences,
+    /// Conversations that are longer than a sequence.
+    num_long: usize,
+}
+
 /// Reads the data of a config for a model with `vocab_size` token ids.
 struct Reader<'a> {
     config: &'a Config,
@@ -120,9 +127,9 @@ impl Sources {
     pub fn training(&self, seq_len: usize) -> Result<Dataset, JobError> {
         let (mut sequences, mut num_long) = (Vec::new(), 0);
         for (documents, weight) in &self.training {
-            let (packed, long) = self.pack(documents, seq_len)?;
-            sequences.push((packed, *weight));
-            num_long += long;
+            let packed = self.pack(documents, seq_len)?;
+            sequences.push((packed.sequences, *weight));
+            num_long += packed.num_long;
         }
         if num_long > 0 {
             (self.log)(&format!(
@@ -156,10 +163,10 @@ impl Sources {
         Ok(dataset)
     }
 
-    /// Packs documents, and returns how many conversations are longer than a sequence.
-    fn pack(&self, documents: &Documents, seq_len: usize) -> Result<(PackedSequences, usize), DataError> {
+    fn pack(&self, documents: &Documents, seq_len: usize) -> Result<Packed, DataError> {
         let (documents, num_long) = documents.limited(seq_len, self.long_conversations)?;
-        Ok((PackedSequences::with_packing(documents, seq_len, self.packing)?, num_long))
+        let sequences = PackedSequences::with_packing(documents, seq_len, self.packing)?;
+        Ok(Packed { sequences, num_long })
     }
 
     /// Packs the validation data into sequences of `seq_len` tokens.
@@ -170,7 +177,7 @@ impl Sources {
         if self.held_out.is_empty() {
             return Ok(None);
         }
-        let pack = |documents| Ok(self.pack(documents, seq_len)?.0);
+        let pack = |documents| Ok(self.pack(documents, seq_len)?.sequences);
         let sequences = self.held_out.iter().map(pack).collect::<Result<Vec<_>, DataError>>()?;
         Ok(Some(Dataset::concatenated(sequences)?))
     }

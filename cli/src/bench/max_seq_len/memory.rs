@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::fmt::{self, Display, Formatter};
 use std::io::{Read, Seek};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
@@ -28,7 +28,7 @@ pub(super) fn workload(config: &Config, threads_per_rank: Option<usize>) -> Resu
     let threads = threads_per_rank.or(config.ulysses.threads_per_rank);
     let launch = launch_options(threads, config.world_size())?;
     config.ulysses.threads_per_rank = Some(launch.threads_per_rank);
-    let (_, model) = model(&config)?;
+    let model = model(&config)?;
     let (ranks_per_node, document_len) = (config.world_size(), Some(DOCUMENT_TOKENS));
     Ok(Workload { config, model, document_len, ranks_per_node, device: DeviceKind::Cpu })
 }
@@ -105,9 +105,16 @@ impl Display for StepMemory {
     }
 }
 
-/// Runs a command to its end. Returns its output and its maximum observed writable memory, if it ran long enough to be
-/// observed.
-pub(super) fn run_watched(command: &mut Command) -> std::io::Result<(Output, Option<WritableMemory>)> {
+/// A process that has ended.
+pub(super) struct Ended {
+    pub(super) status: ExitStatus,
+    pub(super) stderr: String,
+    /// Its maximum observed writable memory, if it ran long enough to be observed.
+    pub(super) memory: Option<WritableMemory>,
+}
+
+/// Runs a command to its end.
+pub(super) fn run_watched(command: &mut Command) -> std::io::Result<Ended> {
     let mut stderr = tempfile::tempfile()?;
     let mut child = command.stdout(Stdio::null()).stdin(Stdio::null()).stderr(stderr.try_clone()?).spawn()?;
     let process = child.id().to_string();
@@ -121,9 +128,9 @@ pub(super) fn run_watched(command: &mut Command) -> std::io::Result<(Output, Opt
         std::thread::sleep(POLL);
     };
     stderr.rewind()?;
-    let mut output = Output { status, stdout: Vec::new(), stderr: Vec::new() };
-    stderr.read_to_end(&mut output.stderr)?;
-    Ok((output, max))
+    let mut text = Vec::new();
+    stderr.read_to_end(&mut text)?;
+    Ok(Ended { status, stderr: String::from_utf8_lossy(&text).into_owned(), memory: max })
 }
 
 #[cfg(test)]
@@ -133,9 +140,9 @@ mod tests {
     #[test]
     fn the_mapped_memory_of_a_running_process_is_observed() {
         let mut shell = Command::new("sh");
-        let (output, memory) = run_watched(shell.args(["-c", "sleep 0.2; echo said >&2; exit 3"])).unwrap();
-        let memory = memory.unwrap();
-        assert_eq!((output.status.code(), &*output.stderr), (Some(3), &b"said\n"[..]));
+        let ended = run_watched(shell.args(["-c", "sleep 0.2; echo said >&2; exit 3"])).unwrap();
+        let memory = ended.memory.unwrap();
+        assert_eq!((ended.status.code(), &*ended.stderr), (Some(3), "said\n"));
         assert!((1 << 12..1 << 30).contains(&memory.mapped), "{memory:?}");
         assert!(memory.resident <= memory.mapped, "{memory:?}");
     }
