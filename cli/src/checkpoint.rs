@@ -242,18 +242,12 @@ fn find_source(checkpoint: Checkpoint) -> Checkpoint {
 }
 
 /// Opens the model that a run in 16 bits with frozen parameters started from, if it is still there.
-fn initial_model(manifest: &Manifest) -> Option<(Model, ModelSource)> {
+fn initial_model(manifest: &Manifest) -> Option<ModelSource> {
     manifest.progress.precision.as_ref().filter(|_| manifest.units.iter().any(|unit| unit.frozen))?;
     let config = &manifest.config;
     let vocab_size = usize::try_from(manifest.model["vocab_size"].as_u64()?).ok()?;
-    let source = ModelSource::open(
-        config["ulysses"]["model"].as_str()?,
-        config["seed"].as_u64()?,
-        vocab_size,
-        LOG.line,
-    )
-    .ok()?;
-    Some((Model::new(&source.config).ok()?, source))
+    let name = config["ulysses"]["model"].as_str()?;
+    ModelSource::open(name, config["seed"].as_u64()?, vocab_size, LOG.line).ok()
 }
 
 /// The weights of a larger model whose language model was trained: an export has its other tensors.
@@ -301,7 +295,9 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
     let manifest = checkpoint.manifest();
     let precision = manifest.progress.precision.as_deref();
     let source = initial_model(manifest);
-    let initial = source.as_ref().map(|(model, source)| InitialWeights::new(model, &*source.weights));
+    let model = source.as_ref().and_then(|source| Model::new(&source.config).ok());
+    let initial = model.as_ref().zip(source.as_ref());
+    let initial = initial.map(|(model, source)| InitialWeights::new(model, &*source.weights));
     let larger_model = larger_model(manifest)?;
     let options = ExportOptions {
         dtype,

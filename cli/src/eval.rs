@@ -51,7 +51,7 @@ pub(super) struct EvalArgs {
 pub(super) fn run(args: EvalArgs, ranks: &mut JobRanks) -> Result<(), Failure> {
     let mut config = config(&args)?;
     let world_size = config.world_size();
-    let placement = ranks.place(args.device.kind(), None, world_size)?;
+    ranks.place(args.device.kind(), world_size)?;
     let tokenizer = open_tokenizer(&mut config.ulysses, tokenizer_file, LOG.line)?;
     let source = ModelSource::open(&args.model, config.seed, tokenizer.vocab_size(), LOG.line)?;
     source.warn_of_length(args.seq_len, LOG.line);
@@ -61,7 +61,7 @@ pub(super) fn run(args: EvalArgs, ranks: &mut JobRanks) -> Result<(), Failure> {
     let options = config_launch_options(&config, world_size)?;
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size, LOG.line)?;
     let data = sources.training(args.seq_len)?;
-    let evaluation = ranks.run(world_size, &placement, &options, |rank, device| {
+    let evaluation = ranks.run(world_size, &options, |rank, device| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device);
         anyhow::Ok(evaluate(&mut source.engine(&config, &groups)?, &data, None)?)
     })?;

@@ -55,13 +55,8 @@ pub(super) struct BackendArgs {
 }
 
 impl BackendArgs {
-    /// Joins the other processes, if ranks are processes. The flag replaces the backend of a config file. Returns the
-    /// backend, if any.
-    pub(super) fn join(
-        &self,
-        of_file: Option<Backend>,
-        ranks: &mut JobRanks,
-    ) -> Result<Option<Backend>, Failure> {
+    /// Joins the other processes, if ranks are processes. The flag replaces the backend of a config file.
+    pub(super) fn join(&self, of_file: Option<Backend>, ranks: &mut JobRanks) -> Result<(), Failure> {
         Ok(ranks.join_launched(self.backend.map(Backend::from).or(of_file))?)
     }
 }

@@ -11,24 +11,16 @@ use ulysses::trainer::JobError;
 /// Opens a tokenizer file, or that of bytes.
 pub(super) fn tokenizer_file(path: Option<&Path>, chat_date: ChatDate) -> Result<Tokenizer, JobError> {
     let Some(path) = path else { return Ok(Tokenizer::bytes()) };
-    #[cfg(unix)]
-    let tokenizer = {
-        let program = std::env::current_exe().context("cannot find the path of this program");
-        Tokenizer::in_worker(path, chat_date, &program.map_err(JobError::usage)?)
-    };
-    #[cfg(not(unix))]
-    let tokenizer = Tokenizer::from_file_with_date(path, chat_date);
-    tokenizer.map_err(JobError::usage)
+    let program = std::env::current_exe().context("cannot find the path of this program");
+    Tokenizer::in_worker(path, chat_date, &program.map_err(JobError::usage)?).map_err(JobError::usage)
 }
 
 /// Answers the requests of [`tokenizer_file`] in another process.
-#[cfg(unix)]
 pub(super) fn serve_tokenizer(TokenizerArgs { path, chat_date }: &TokenizerArgs) -> Result<(), Failure> {
     ulysses::data::serve_tokenizer(path, *chat_date).or_run()
 }
 
 /// The arguments that [`Tokenizer::in_worker`] gives.
-#[cfg(unix)]
 #[derive(clap::Args)]
 pub(super) struct TokenizerArgs {
     #[arg(allow_hyphen_values = true)]

@@ -198,7 +198,7 @@ impl<R: BorrowMut<JobRanks>> Job<R> {
         prepared.log_planned_memory(ranks);
         let train = |rank: &RankContext, device| train(prepared, &self.observers, rank, device);
         let world_size = prepared.mesh.world_size();
-        let reports = ranks.launch(world_size, &prepared.placement, &prepared.launch, train)?;
+        let reports = ranks.launch(world_size, &prepared.launch, train)?;
         let first = reports.first().ok_or_else(|| JobError::run("a mesh has a rank"))?;
         let (train, totals) = (first.train.clone(), first.totals.clone());
         let mut report = JobReport {

@@ -51,8 +51,8 @@ pub(super) struct Attention {
 }
 
 impl Benchmark for Attention {
-    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
-        let mut ranks = BenchRanks::place(ranks, None, self.device, 1, self.threads_per_rank)?;
+    fn report<'a>(&self, repeats: u32, ranks: &'a mut JobRanks) -> Result<Report<'a>, Failure> {
+        let mut ranks = BenchRanks::place(ranks, self.device, 1, self.threads_per_rank)?;
         let head_elems = f64::from(self.seq_len) * f64::from(self.num_heads) * f64::from(self.head_dim);
         // q, k, v, o and the gradient of each, with at most as many KV heads.
         ranks.check_tensors(8.0 * head_elems * memory_factor(self.dtype))?;
@@ -78,7 +78,7 @@ impl Benchmark for Attention {
                 .to_owned(),
             unit: FLOPS,
             figures,
-            ranks: ranks.into(),
+            ranks,
         })
     }
 }

@@ -29,11 +29,11 @@ pub(super) struct Saves {
 }
 
 impl Benchmark for Saves {
-    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
+    fn report<'a>(&self, repeats: u32, ranks: &'a mut JobRanks) -> Result<Report<'a>, Failure> {
         let training = self.training.prepare(SEQ_LEN)?;
         let output = self.output.clone().unwrap_or_else(std::env::temp_dir);
         let scratch = scratch_dir(&output).context("--output").or_usage()?;
-        let mut ranks = self.training.place(ranks, None, &training)?;
+        let mut ranks = self.training.place(ranks, &training)?;
         let figures = ranks.run(repeats, |bench| measure(bench, &training, scratch.path()))?;
         let mut settings = self.training.settings(&training);
         settings["bytes"] = json!(figures[0].work as u64);
@@ -46,7 +46,7 @@ impl Benchmark for Saves {
                 .to_owned(),
             unit: BYTES,
             figures,
-            ranks: ranks.into(),
+            ranks,
         })
     }
 }

@@ -31,7 +31,7 @@ pub(super) struct AllToAll {
 }
 
 impl Benchmark for AllToAll {
-    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
+    fn report<'a>(&self, repeats: u32, ranks: &'a mut JobRanks) -> Result<Report<'a>, Failure> {
         let mut ranks = self.rank_args.place(self.ranks, ranks)?;
         let count = ranks.count;
         if count > NUM_HEADS {
@@ -52,7 +52,7 @@ impl Benchmark for AllToAll {
                 .to_owned(),
             unit: BYTES,
             figures,
-            ranks: ranks.into(),
+            ranks,
         })
     }
 }
@@ -107,7 +107,7 @@ pub(super) struct Collectives {
 }
 
 impl Benchmark for Collectives {
-    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
+    fn report<'a>(&self, repeats: u32, ranks: &'a mut JobRanks) -> Result<Report<'a>, Failure> {
         let mut ranks = self.rank_args.place(self.ranks, ranks)?;
         if ranks.count < 2 {
             return Err(Failure::Usage(anyhow!(
@@ -125,7 +125,7 @@ impl Benchmark for Collectives {
                 .to_owned(),
             unit: BYTES,
             figures,
-            ranks: ranks.into(),
+            ranks,
         })
     }
 }

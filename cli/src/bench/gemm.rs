@@ -76,9 +76,9 @@ pub(super) struct Gemms {
 }
 
 impl Benchmark for Gemms {
-    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
+    fn report<'a>(&self, repeats: u32, ranks: &'a mut JobRanks) -> Result<Report<'a>, Failure> {
         let model = shape(&self.model).or_usage()?;
-        let mut ranks = BenchRanks::place(ranks, None, self.device, 1, self.threads_per_rank)?;
+        let mut ranks = BenchRanks::place(ranks, self.device, 1, self.threads_per_rank)?;
         let tokens = self.tokens as usize;
         // Weight gradients are f32 whatever the dtype.
         let factor = memory_factor(self.dtype);
@@ -99,7 +99,7 @@ impl Benchmark for Gemms {
                 .to_owned(),
             unit: FLOPS,
             figures,
-            ranks: ranks.into(),
+            ranks,
         })
     }
 }

@@ -41,8 +41,8 @@ pub(super) struct LinearAttention {
 }
 
 impl Benchmark for LinearAttention {
-    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
-        let mut ranks = BenchRanks::place(ranks, None, self.device, 1, self.threads_per_rank)?;
+    fn report<'a>(&self, repeats: u32, ranks: &'a mut JobRanks) -> Result<Report<'a>, Failure> {
+        let mut ranks = BenchRanks::place(ranks, self.device, 1, self.threads_per_rank)?;
         let head_elems = f64::from(self.seq_len) * f64::from(self.num_value_heads) * f64::from(self.head_dim);
         // q, k, v, o and the gradient of each, with at most as many key heads.
         ranks.check_tensors(8.0 * head_elems * memory_factor(self.dtype))?;
@@ -74,7 +74,7 @@ impl Benchmark for LinearAttention {
                 .to_owned(),
             unit: FLOPS,
             figures,
-            ranks: ranks.into(),
+            ranks,
         })
     }
 }

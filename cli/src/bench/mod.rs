@@ -37,9 +37,8 @@ use clap::Subcommand;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use report::Report;
 use ulysses::comm::{LaunchOptions, RankContext};
-use ulysses::config::Backend;
 use ulysses::device::DeviceKind;
-use ulysses::trainer::job::{DevicePlacement, JobRanks, launch_options, meminfo_bytes};
+use ulysses::trainer::job::{JobRanks, launch_options, meminfo_bytes};
 
 #[derive(clap::Args)]
 pub(super) struct BenchArgs {
@@ -89,7 +88,7 @@ pub(super) fn run(args: BenchArgs, ranks: &mut JobRanks) -> Result<(), Failure> 
 /// The flags of a benchmark, which place its ranks and choose its cases.
 trait Benchmark: clap::Args {
     /// Measures each case `repeats` times, on ranks that are threads unless it joins other processes.
-    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure>;
+    fn report<'a>(&self, repeats: u32, ranks: &'a mut JobRanks) -> Result<Report<'a>, Failure>;
 }
 
 /// The flags of a benchmark, then those that all have.
@@ -147,16 +146,15 @@ impl RankArgs {
     /// Joins the other processes, if ranks are processes. Uses the requested number of ranks, else the number of
     /// processes, else two.
     fn place<'a>(&self, requested: Option<u16>, ranks: &'a mut JobRanks) -> Result<BenchRanks<'a>, Failure> {
-        let backend = self.backend.join(None, ranks)?;
+        self.backend.join(None, ranks)?;
         let count = requested.map(usize::from).or(ranks.num_processes()).unwrap_or(2);
-        BenchRanks::place(ranks, backend, self.device, count, self.threads_per_rank)
+        BenchRanks::place(ranks, self.device, count, self.threads_per_rank)
     }
 }
 
 /// The ranks of a benchmark.
 pub(super) struct BenchRanks<'a> {
     pub(super) on: &'a mut JobRanks,
-    pub(super) placement: DevicePlacement,
     pub(super) count: usize,
     pub(super) options: LaunchOptions,
 }
@@ -164,14 +162,13 @@ pub(super) struct BenchRanks<'a> {
 impl<'a> BenchRanks<'a> {
     fn place(
         on: &'a mut JobRanks,
-        backend: Option<Backend>,
         device: DeviceArg,
         count: usize,
         threads_per_rank: Option<usize>,
     ) -> Result<Self, Failure> {
-        let placement = on.place(device.kind(), backend, count)?;
+        on.place(device.kind(), count)?;
         let options = launch_options(threads_per_rank, on.local_ranks(count))?;
-        Ok(Self { on, placement, count, options })
+        Ok(Self { on, count, options })
     }
 
     /// Rejects tensors of `elems` f32 elements in total that exceed the host's memory.
@@ -179,7 +176,7 @@ impl<'a> BenchRanks<'a> {
         const GIB: f64 = (1_u64 << 30) as f64;
         let bytes = elems * size_of::<f32>() as f64;
         match meminfo_bytes("MemTotal:") {
-            Some(available) if self.placement.device() == DeviceKind::Cpu && bytes > available => {
+            Some(available) if self.on.placement().device() == DeviceKind::Cpu && bytes > available => {
                 Err(Failure::Usage(anyhow!(
                     "not enough memory: this machine has {:.1} GiB, but the benchmark's tensors take {:.1} GiB; choose \
                      smaller ones",
@@ -197,8 +194,7 @@ impl<'a> BenchRanks<'a> {
         repeats: u32,
         measure: impl Fn(&BenchRank<'_>) -> anyhow::Result<T> + Sync,
     ) -> Result<T, Failure> {
-        let Self { on, placement, count, options } = self;
         let measure = |rank: &RankContext, device| measure(&BenchRank { rank, device, repeats });
-        Ok(on.run(*count, placement, options, measure)?)
+        Ok(self.on.run(self.count, &self.options, measure)?)
     }
 }

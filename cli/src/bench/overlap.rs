@@ -47,8 +47,8 @@ pub(super) struct Overlap {
 }
 
 impl Benchmark for Overlap {
-    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
-        let backend = self.backend.join(None, ranks)?;
+    fn report<'a>(&self, repeats: u32, ranks: &'a mut JobRanks) -> Result<Report<'a>, Failure> {
+        self.backend.join(None, ranks)?;
         let count = self.ranks.map(usize::from).or(ranks.num_processes()).unwrap_or(2);
         let chunks = self.head_chunks();
         if count < 2 || (count > NUM_HEADS / chunks && !self.ring) {
@@ -63,7 +63,7 @@ impl Benchmark for Overlap {
                 self.link_share
             )));
         }
-        let mut ranks = BenchRanks::place(ranks, backend, DeviceArg::Cpu, count, self.threads_per_rank)?;
+        let mut ranks = BenchRanks::place(ranks, DeviceArg::Cpu, count, self.threads_per_rank)?;
         // q, k, v, o and their gradients, before and after the exchange.
         ranks.check_tensors((16 * self.seq_len as usize * NUM_HEADS * HEAD_DIM) as f64)?;
         let layout =
@@ -84,7 +84,7 @@ impl Benchmark for Overlap {
             ),
             unit: FLOPS,
             figures,
-            ranks: ranks.into(),
+            ranks,
         })
     }
 }

@@ -59,7 +59,7 @@ pub(super) struct Args {
 pub(super) fn run(args: &Args, ranks: &mut JobRanks) -> Result<(), Failure> {
     let model = shape(&args.model).or_usage()?;
     let count = usize::from(args.ranks);
-    let mut ranks = BenchRanks::place(ranks, None, args.device, count, args.threads_per_rank)?;
+    let mut ranks = BenchRanks::place(ranks, args.device, count, args.threads_per_rank)?;
     let tensors = args.tokens as usize * 8 * (2 * model.intermediate_size + 2 * model.hidden_size);
     ranks.check_tensors((count * (tensors + 8 * args.elems())) as f64)?;
     let heads = model.attention().q_to_kv();
@@ -68,7 +68,7 @@ pub(super) fn run(args: &Args, ranks: &mut JobRanks) -> Result<(), Failure> {
         |dtype| ranks.run(args.repeats, |bench| args.rates(bench, &model, &layout, dtype)).map(Some);
     let rates = RatesByFormat { f32: measured(DType::F32)?, bf16: measured(DType::BF16)?, fp16: None };
     let profile = MachineProfile {
-        name: ranks.placement.gpu_name().unwrap_or_else(cpu_name),
+        name: ranks.on.placement().gpu_name().unwrap_or_else(cpu_name),
         origin: args.origin(&ranks.options),
         ranks_per_node: count,
         rates,
@@ -161,7 +161,7 @@ impl Args {
 
     /// Measures the bytes per second of offload to a file and back. `None` on GPUs, which offload to host memory.
     fn file(&self, ranks: &mut BenchRanks<'_>) -> Result<Option<f64>, Failure> {
-        if ranks.placement.device() != DeviceKind::Cpu {
+        if ranks.on.placement().device() != DeviceKind::Cpu {
             return Ok(None);
         }
         let label = StoreLabel { holds: "the benchmark", key: "--offload-path" };

@@ -4,7 +4,6 @@ use super::BenchRanks;
 use super::case::Figure;
 use serde_json::{Map, Value, json};
 use std::fmt::{self, Display, Formatter};
-use ulysses::trainer::job::DevicePlacement;
 
 /// The unit of the rates of a benchmark.
 #[derive(Clone, Copy)]
@@ -19,7 +18,7 @@ pub(super) const BYTES: Unit = Unit { key: "gb_per_s", heading: "GB/s" };
 pub(super) const FLOPS: Unit = Unit { key: "gflop_per_s", heading: "GFLOP/s" };
 
 /// A benchmark's settings, method and figures.
-pub(super) struct Report {
+pub(super) struct Report<'a> {
     pub(super) bench: &'static str,
     /// Settings by flag.
     pub(super) settings: Value,
@@ -27,26 +26,13 @@ pub(super) struct Report {
     pub(super) method: String,
     pub(super) unit: Unit,
     pub(super) figures: Vec<Figure>,
-    pub(super) ranks: MeasuredRanks,
+    pub(super) ranks: BenchRanks<'a>,
 }
 
-/// The ranks that a benchmark measured.
-pub(super) struct MeasuredRanks {
-    placement: DevicePlacement,
-    count: usize,
-    threads_per_rank: usize,
-}
-
-impl From<BenchRanks<'_>> for MeasuredRanks {
-    fn from(BenchRanks { placement, count, options, .. }: BenchRanks<'_>) -> Self {
-        Self { placement, count, threads_per_rank: options.threads_per_rank }
-    }
-}
-
-impl Report {
+impl Report<'_> {
     /// Returns the settings with the ranks' backend, device and GPU.
     fn all_settings(&self) -> Value {
-        let (mut settings, placement) = (self.settings.clone(), &self.ranks.placement);
+        let (mut settings, placement) = (self.settings.clone(), self.ranks.on.placement());
         settings["backend"] = json!(placement.backend());
         settings["device"] = json!(placement.device().name());
         if let Some(gpu) = placement.gpu_name() {
@@ -86,16 +72,16 @@ impl Report {
             "processor": cpu_name(),
             "cores": cores(),
             "ranks": self.ranks.count,
-            "threads_per_rank": self.ranks.threads_per_rank,
+            "threads_per_rank": self.ranks.options.threads_per_rank,
             "figures": figures,
             "ratios": ratios,
         })
     }
 }
 
-impl Display for Report {
+impl Display for Report<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let (ranks, threads) = (self.ranks.count, self.ranks.threads_per_rank);
+        let (ranks, threads) = (self.ranks.count, self.ranks.options.threads_per_rank);
         writeln!(f, "{} on {} core(s): {ranks} rank(s) of {threads} thread(s)", cpu_name(), cores())?;
         for (key, value) in self.all_settings().as_object().into_iter().flatten() {
             writeln!(f, "{key:<11} {}", value.as_str().map_or_else(|| value.to_string(), str::to_owned))?;

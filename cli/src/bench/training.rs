@@ -16,7 +16,7 @@ use clap::Parser;
 use serde_json::json;
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
-use ulysses::config::{Backend, Config, Overrides, RawConfig, Setting, Settings};
+use ulysses::config::{Config, Overrides, RawConfig, Setting, Settings};
 use ulysses::data::{Corpus, DataLoader, PackedSequences};
 use ulysses::engine::{Engine, EngineError, StepReport};
 use ulysses::estimate::model_flops;
@@ -145,12 +145,11 @@ impl TrainingArgs {
     pub(super) fn place<'a>(
         &self,
         on: &'a mut JobRanks,
-        backend: Option<Backend>,
         training: &Training,
     ) -> Result<BenchRanks<'a>, Failure> {
         let count = training.mesh.world_size();
-        let placement = on.place(self.device.kind(), backend, count)?;
-        Ok(BenchRanks { on, placement, count, options: training.launch.clone() })
+        on.place(self.device.kind(), count)?;
+        Ok(BenchRanks { on, count, options: training.launch.clone() })
     }
 
     fn source(&self) -> Result<ModelSource, Failure> {
@@ -220,16 +219,16 @@ pub(super) struct Steps {
 }
 
 impl Benchmark for Steps {
-    fn report(&self, repeats: u32, ranks: &mut JobRanks) -> Result<Report, Failure> {
+    fn report<'a>(&self, repeats: u32, ranks: &'a mut JobRanks) -> Result<Report<'a>, Failure> {
         let seq_len = self.seq_len as usize;
-        let backend = self.backend.join(None, ranks)?;
+        self.backend.join(None, ranks)?;
         if self.against_single && ranks.num_processes().is_some() {
             return Err(Failure::Usage(anyhow!(
                 "--against-single needs ranks that are threads: run the single rank as a command of its own"
             )));
         }
         let on_mesh = self.training.prepare(seq_len)?;
-        let mut ranks = self.training.place(ranks, backend, &on_mesh)?;
+        let mut ranks = self.training.place(ranks, &on_mesh)?;
         let single =
             self.against_single.then(|| self.training.prepare_single(&on_mesh, seq_len)).transpose()?;
         let flops =
@@ -242,8 +241,8 @@ impl Benchmark for Steps {
             let measured = ranks.run(repeats, |bench| on_mesh.measure(bench, "train_step", flops))?;
             append(&mut figures, measured);
             if let Some(single) = &single {
-                let (placement, options) = (ranks.placement.alone(), single.launch.clone());
-                let mut alone = BenchRanks { on: &mut JobRanks::default(), placement, count: 1, options };
+                let on = &mut JobRanks::threads(ranks.on.placement().alone());
+                let mut alone = BenchRanks { on, count: 1, options: single.launch.clone() };
                 let mut measured = alone.run(repeats, |bench| single.measure(bench, SINGLE, flops))?;
                 append(&mut figures, measured.split_off(1));
             }
@@ -266,7 +265,7 @@ impl Benchmark for Steps {
                 .to_owned(),
             unit: FLOPS,
             figures,
-            ranks: ranks.into(),
+            ranks,
         })
     }
 }

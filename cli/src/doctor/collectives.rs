@@ -31,7 +31,7 @@ pub(super) fn check(
         Err(error) => return vec![Finding::new(section, "all", State::Failed, format!("{error:#}"))],
     };
     let mut all =
-        BenchRanks { on: &mut JobRanks::default(), placement, count: ranks, options: options.clone() };
+        BenchRanks { on: &mut JobRanks::threads(placement), count: ranks, options: options.clone() };
     let rates = match collectives(&mut all, usize::from(mib) << 18, REPEATS) {
         Ok(figures) => figures,
         Err(Failure::Run(error) | Failure::Usage(error)) => {

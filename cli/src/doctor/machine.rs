@@ -11,7 +11,7 @@ use std::process::Command;
 use ulysses::checkpoint::{LocalStorage, Storage};
 use ulysses::kernels::linear::bf16_gemm;
 use ulysses::kernels::strided_copy;
-use ulysses::trainer::job::{DevicePlacement, JobRanks, launch_options, meminfo_bytes};
+use ulysses::trainer::job::{JobRanks, launch_options, meminfo_bytes};
 
 /// Measured repetitions of a rate.
 pub(super) const REPEATS: u32 = 5;
@@ -103,8 +103,7 @@ pub(super) fn feature(section: &'static str, name: &'static str) -> Finding {
 pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
     let options = launch_options(None, 1)?;
     let elems = usize::from(mib) << 18;
-    let mut ranks =
-        BenchRanks { on: &mut JobRanks::default(), placement: DevicePlacement::cpu(), count: 1, options };
+    let mut ranks = BenchRanks { on: &mut JobRanks::default(), count: 1, options };
     let figures = ranks.run(REPEATS, |bench| {
         let ones = || Tensor::ones(elems, DType::F32, &bench.device);
         let (from, to) = (ones()?, ones()?);

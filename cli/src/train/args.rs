@@ -2,7 +2,6 @@
 
 use crate::arguments::at_least_1;
 use crate::config_flags::ConfigFlags;
-#[cfg(unix)]
 use crate::failure::{Failure, OrFail};
 use crate::launch::MEMORY_DIR_VARIABLE;
 use crate::output::LOG;
@@ -10,10 +9,8 @@ use crate::ranks::{BackendArg, ProcessArgs};
 use crate::{DeviceArg, sources};
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::read_pointer;
-#[cfg(unix)]
 use ulysses::config::{Backend, Config, RawConfig};
 use ulysses::config::{DataSource, Overrides, Packing};
-#[cfg(unix)]
 use ulysses::mesh::Cluster;
 use ulysses::monitor::Tracer;
 use ulysses::trainer::JobOptions;
@@ -164,7 +161,6 @@ impl TrainArgs {
     }
 
     /// Returns the config as a process of a job on `cluster` will resolve it, and the backend that file or flag gives.
-    #[cfg(unix)]
     pub(crate) fn for_launch(&self, cluster: Cluster) -> Result<(Config, Option<Backend>), Failure> {
         let options = self.options(None);
         let raw = RawConfig::from_file_with(self.config(), &options.settings).or_usage()?;
@@ -173,13 +169,11 @@ impl TrainArgs {
     }
 
     /// Returns whether the run resumes from a checkpoint.
-    #[cfg(unix)]
     pub(crate) fn resumes(&self) -> bool {
         self.resume.is_some()
     }
 
     /// Returns whether `--resume` names a directory.
-    #[cfg(unix)]
     pub(crate) fn resumes_from_dir(&self) -> bool {
         matches!(self.resume, Some(Some(_)))
     }

@@ -1,14 +1,12 @@
 //! Signals that make a run save and stop.
 
-#[cfg(unix)]
 use crate::output::log_line;
-#[cfg(unix)]
 use anyhow::Context;
-#[cfg(unix)]
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use std::io::Read;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-#[cfg(unix)]
 use std::sync::atomic::Ordering;
 use ulysses::trainer::JobError;
 
@@ -18,15 +16,11 @@ use ulysses::trainer::JobError;
 ///
 /// # Errors
 /// A system that refuses to install a handler.
-#[cfg(unix)]
 pub(super) fn watch(stop: Arc<AtomicBool>, saves: bool) -> Result<(), JobError> {
     start(stop, saves).context("cannot handle signals").map_err(JobError::run)
 }
 
-#[cfg(unix)]
 fn start(stop: Arc<AtomicBool>, saves: bool) -> std::io::Result<()> {
-    use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
-    use std::os::unix::net::UnixStream;
     let is_signaled = Arc::new(AtomicBool::new(false));
     let (mut reader, writer) = UnixStream::pair()?;
     for signal in [SIGTERM, SIGUSR1, SIGINT] {
@@ -49,11 +43,5 @@ fn start(stop: Arc<AtomicBool>, saves: bool) -> std::io::Result<()> {
         }
     };
     std::thread::Builder::new().name("signals".to_owned()).spawn(wait)?;
-    Ok(())
-}
-
-/// Does nothing, on systems without such signals.
-#[cfg(not(unix))]
-pub(super) fn watch(_stop: Arc<AtomicBool>, _saves: bool) -> Result<(), JobError> {
     Ok(())
 }

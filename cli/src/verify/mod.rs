@@ -20,7 +20,7 @@ use ulysses::config::{Config, Overrides, RawConfig, ZeroStage};
 use ulysses::data::GlobalBatch;
 use ulysses::engine::BatchOutcome;
 use ulysses::mesh::TrainingShape;
-use ulysses::trainer::job::{DevicePlacement, JobRanks, ModelSource, config_launch_options, fit_model};
+use ulysses::trainer::job::{JobRanks, ModelSource, config_launch_options, fit_model};
 
 #[derive(clap::Args)]
 pub(super) struct VerifyArgs {
@@ -86,13 +86,13 @@ pub(super) fn run(args: VerifyArgs, ranks: &mut JobRanks) -> Result<(), Failure>
         results::check_output(path).or_usage()?;
     }
     let raw = read_config(&args)?;
-    let backend = args.backend.join(raw.backend(), ranks)?;
-    let placement = ranks.place(args.device.kind(), backend, shape.sizes.num_ranks())?;
+    args.backend.join(raw.backend(), ranks)?;
+    ranks.place(args.device.kind(), shape.sizes.num_ranks())?;
     let mut check = Check::read(&args, raw)?;
     let batch_size = check.batch.batch_size();
     let mesh_config = check.config(check.raw.clone(), shape, check.accumulation, args.zero_stage)?;
     let unpacked = args.packing.then(|| packing::unpacked(&check.batch, &mesh_config)).transpose()?;
-    let on_mesh = check.run(ranks, &placement, &mesh_config)?;
+    let on_mesh = check.run(ranks, &mesh_config)?;
     if !ranks.is_first() {
         return Ok(());
     }
@@ -108,7 +108,7 @@ pub(super) fn run(args: VerifyArgs, ranks: &mut JobRanks) -> Result<(), Failure>
     };
     let alone = TrainingShape::ONE_RANK;
     let config = check.config(check.raw.clone().without_replicas(), alone, micro_batches, Some(0))?;
-    let mut single = check.run(&mut JobRanks::default(), &DevicePlacement::cpu(), &config)?;
+    let mut single = check.run(&mut JobRanks::default(), &config)?;
     if let Some(packed) = packed {
         single.logits = packing::packed_as(&packed, &single.logits).or_run()?;
     }
@@ -148,19 +148,14 @@ impl Check {
     }
 
     /// Runs the batch, padded to the batch size of the config.
-    fn run(
-        &self,
-        ranks: &mut JobRanks,
-        placement: &DevicePlacement,
-        config: &Config,
-    ) -> Result<BatchOutcome, Failure> {
+    fn run(&self, ranks: &mut JobRanks, config: &Config) -> Result<BatchOutcome, Failure> {
         let mesh = config.mesh.shape().row_major().or_usage()?;
         let (mut batch, mut config) = (self.batch.clone(), config.clone());
         batch.pad_to_multiple(config.train_batch_size).or_usage()?;
         let (world_size, local_ranks) = (mesh.world_size(), ranks.local_ranks(mesh.world_size()));
         fit_model(&self.source.config, &mut config, batch.seq_len())?;
         let options = config_launch_options(&config, local_ranks)?;
-        let outcome = ranks.run(world_size, placement, &options, |rank, device| {
+        let outcome = ranks.run(world_size, &options, |rank, device| {
             let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device);
             let mut engine = self.source.engine(&config, &groups)?;
             let outcome = engine.run_global_batch(&batch, self.steps)?;

@@ -60,6 +60,12 @@ pub struct DevicePlacement {
     is_auto: bool,
 }
 
+impl Default for DevicePlacement {
+    fn default() -> Self {
+        Self::cpu()
+    }
+}
+
 impl DevicePlacement {
     /// Places the ranks. `log` receives the line that explains the choice.
     ///

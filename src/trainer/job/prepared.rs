@@ -6,7 +6,7 @@ use super::model_source::{ModelSource, check_exchange, check_layers, resolve_rin
 use super::options::{JobError, JobOptions, OrJobError};
 use super::out_of_memory::explain;
 use super::planned_memory::{PlannedMemory, Sharing};
-use super::ranks::{JobRanks, Placed};
+use super::ranks::JobRanks;
 use super::sources::{Sources, open_tokenizer};
 use crate::comm::{LaunchOptions, MeshGroups, RankContext};
 use crate::config::{Config, SeqLenChange, Severity};
@@ -59,7 +59,8 @@ impl PreparedJob {
     /// # Errors
     /// Whatever is wrong with the config, the model, the data or the machine.
     pub(super) fn new(ranks: &mut JobRanks, file: &Path, options: JobOptions) -> Result<Self, JobError> {
-        let Placed { mut config, placement } = ranks.join_and_resolve(file, &options)?;
+        let mut config = ranks.join_and_resolve(file, &options)?;
+        let placement = ranks.placement().clone();
         let log = ranks.log();
         let resume = options.resume.map(open_resume).transpose()?;
         config_warnings(&config, file, placement.device()).iter().for_each(|line| log(line));

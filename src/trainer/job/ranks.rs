@@ -18,20 +18,17 @@ use serde::{Serialize, de::DeserializeOwned};
 use std::error::Error;
 use std::path::Path;
 
-/// The ranks of a job. They are threads of this process until it joins other processes.
+/// The ranks of a job. They are threads of this process until it joins other processes, and on the CPU until they are placed.
 #[derive(Default)]
 pub struct JobRanks {
     /// This process's connection to the others, if it has joined any. It ends when it is dropped.
     pub(super) session: Option<Box<dyn Session>>,
     /// The hosts of all ranks, if they are processes.
     rank_hosts: Option<RankHosts>,
+    /// The backend of a flag, a config or the launcher.
+    backend: Option<Backend>,
+    placement: DevicePlacement,
     pub(super) log: JobLog,
-}
-
-/// The resolved config of a job, and where its ranks run.
-pub(super) struct Placed {
-    pub(super) config: Config,
-    pub(super) placement: DevicePlacement,
 }
 
 impl JobRanks {
@@ -40,49 +37,45 @@ impl JobRanks {
         Self { log, ..Self::default() }
     }
 
+    /// Returns ranks that are threads, on devices that are chosen already.
+    pub fn threads(placement: DevicePlacement) -> Self {
+        Self { placement, ..Self::default() }
+    }
+
     /// Joins the processes of the launcher's job, if ranks are processes, for a program without a config file or whose file
-    /// is read before. `stated`: the backend of the flag or the file, else the launcher's. Returns the backend, if any.
-    /// Collective.
+    /// is read before. `stated`: the backend of the flag or the file, else the launcher's. Collective.
     ///
     /// # Errors
     /// A launcher that contradicts the backend, a build without it, or processes that do not find each other.
-    pub fn join_launched(&mut self, stated: Option<Backend>) -> Result<Option<Backend>, JobError> {
+    pub fn join_launched(&mut self, stated: Option<Backend>) -> Result<(), JobError> {
+        self.backend = stated;
         let info = self.discover(&ProcessFlags::default(), stated)?;
-        let Some(info) = info.filter(|_| stated != Some(Backend::Thread)) else { return Ok(stated) };
+        let Some(info) = info.filter(|_| stated != Some(Backend::Thread)) else { return Ok(()) };
         match stated {
             Some(backend) => check_backend(backend, true)?,
             None => check_build(&info)?,
         }
-        let backend = stated.or(launched_backend(&info));
-        if let Some(backend) = backend {
+        self.backend = stated.or(launched_backend(&info));
+        if let Some(backend) = self.backend {
             self.session = join(&info, backend, &LaunchOptions::default(), self.log)?;
         }
-        Ok(backend)
+        Ok(())
     }
 
-    /// Chooses the device and the backend of `world_size` ranks. `backend`: that of a flag, a config or the launcher.
+    /// Chooses the device and the backend of `world_size` ranks.
     ///
     /// # Errors
     /// Another number of processes, or a device or backend that the build or the machine lacks.
-    pub fn place(
-        &self,
-        device: Option<DeviceKind>,
-        backend: Option<Backend>,
-        world_size: usize,
-    ) -> Result<DevicePlacement, JobError> {
-        let placement = self.placement(device, backend, world_size)?;
-        self.check_requested(world_size)?;
-        Ok(placement)
+    pub fn place(&mut self, device: Option<DeviceKind>, world_size: usize) -> Result<(), JobError> {
+        let threads = self.session.is_none().then_some(world_size);
+        let request = DeviceRequest { device, backend: self.backend, threads };
+        self.placement = DevicePlacement::new(request, self.log())?;
+        self.check_requested(world_size)
     }
 
-    fn placement(
-        &self,
-        device: Option<DeviceKind>,
-        backend: Option<Backend>,
-        world_size: usize,
-    ) -> Result<DevicePlacement, JobError> {
-        let threads = self.session.is_none().then_some(world_size);
-        DevicePlacement::new(DeviceRequest { device, backend, threads }, self.log())
+    /// Returns the devices and the backend.
+    pub fn placement(&self) -> &DevicePlacement {
+        &self.placement
     }
 
     fn check_requested(&self, ranks: usize) -> Result<(), JobError> {
@@ -98,14 +91,13 @@ impl JobRanks {
     pub fn run<T: Send, E: Into<Box<dyn Error + Send + Sync>>>(
         &mut self,
         world_size: usize,
-        placement: &DevicePlacement,
         options: &LaunchOptions,
         run: impl Fn(&RankContext, Device) -> Result<T, E> + Sync,
     ) -> Result<T, JobError> {
         self.check_requested(world_size)?;
         match &mut self.session {
             Some(session) => session.run(options, run).or_run(),
-            None => Ok(placement.launch(world_size, options, run).or_run()?.swap_remove(0)),
+            None => Ok(self.placement.launch(world_size, options, run).or_run()?.swap_remove(0)),
         }
     }
 
@@ -121,7 +113,7 @@ impl JobRanks {
 
     /// Joins the launcher's job, if any, resolves the config, so that other processes learn of an invalid config, and then
     /// places its ranks. The placement's backend is the config's from then on.
-    pub(super) fn join_and_resolve(&mut self, file: &Path, options: &JobOptions) -> Result<Placed, JobError> {
+    pub(super) fn join_and_resolve(&mut self, file: &Path, options: &JobOptions) -> Result<Config, JobError> {
         let JobOptions { device, backend: by_flag, log, .. } = *options;
         self.log = log;
         let info = self.discover(&options.process, by_flag)?;
@@ -155,9 +147,10 @@ impl JobRanks {
         if self.session.is_none() {
             stated_hosts(Some(config.world_size()), variable).or_usage()?;
         }
-        let placement = self.placement(device, backend, config.world_size())?;
-        config.ulysses.backend = placement.backend();
-        Ok(Placed { config, placement })
+        self.backend = backend;
+        self.place(device, config.world_size())?;
+        config.ulysses.backend = self.placement.backend();
+        Ok(config)
     }
 
     /// Finds the process's place in a launcher's job, which must not run all ranks as threads in each process.
@@ -280,12 +273,11 @@ impl JobRanks {
     pub(super) fn launch<T: Serialize + DeserializeOwned + Send, E: Into<Box<dyn Error + Send + Sync>>>(
         &mut self,
         world_size: usize,
-        placement: &DevicePlacement,
         options: &LaunchOptions,
         run: impl Fn(&RankContext, Device) -> Result<T, E> + Sync,
     ) -> Result<Vec<T>, JobError> {
         let Some(session) = self.session.as_mut() else {
-            return placement.launch(world_size, options, run).map_err(failure);
+            return self.placement.launch(world_size, options, run).map_err(failure);
         };
         let own = session.rank();
         let outcomes = session.run(options, |rank, device| {
