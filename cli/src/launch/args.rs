@@ -112,7 +112,7 @@ impl LaunchArgs {
     }
 
     /// Returns where the launchers of all machines meet, if there are several.
-    pub(super) fn nodes(&self) -> Result<Option<Meeting>, Failure> {
+    pub(super) fn meeting(&self) -> Result<Option<Meeting>, Failure> {
         let Some(endpoint) = &self.rdzv_endpoint else { return Ok(None) };
         let num_nodes = usize::from(self.nnodes);
         let from_slurm = || std::env::var("SLURM_NODEID").ok()?.trim().parse().ok();
@@ -124,17 +124,17 @@ impl LaunchArgs {
         if node >= num_nodes {
             return Err(Failure::Usage(anyhow!("--node-rank {node} must be less than --nnodes {num_nodes}")));
         }
-        let (host, port) = parse_endpoint(endpoint).map_err(anyhow::Error::msg).or_usage()?;
+        let endpoint = parse_endpoint(endpoint, node, num_nodes);
         Ok(Some(Meeting {
-            endpoint: NodeEndpoint { host, port, node, num_nodes },
+            endpoint: endpoint.map_err(anyhow::Error::msg).or_usage()?,
             join_timeout: Duration::from_secs(self.join_timeout),
             max_silence: Duration::from_secs(self.node_timeout),
         }))
     }
 }
 
-/// Parses `HOST`, `HOST:PORT` or `[IPV6]:PORT`.
-fn parse_endpoint(text: &str) -> Result<(String, u16), String> {
+/// Parses `HOST`, `HOST:PORT` or `[IPV6]:PORT`, where this node meets the others.
+fn parse_endpoint(text: &str, node: usize, num_nodes: usize) -> Result<NodeEndpoint, String> {
     let (host, port) = match text.rsplit_once(':') {
         Some((host, port)) if !host.contains(':') || host.ends_with(']') => (host, Some(port)),
         _ => (text, None),
@@ -148,7 +148,7 @@ fn parse_endpoint(text: &str) -> Result<(String, u16), String> {
     if host.is_empty() {
         return Err(refused());
     }
-    Ok((host.to_owned(), port))
+    Ok(NodeEndpoint { host: host.to_owned(), port, node, num_nodes })
 }
 
 #[cfg(test)]
@@ -157,7 +157,8 @@ mod tests {
 
     #[test]
     fn endpoints_are_a_host_and_a_port() {
-        let parse = |text| parse_endpoint(text).map(|(host, port)| format!("{host} {port}"));
+        let parse =
+            |text| parse_endpoint(text, 0, 2).map(|NodeEndpoint { host, port, .. }| format!("{host} {port}"));
         assert_eq!(parse("n0:7").unwrap(), "n0 7");
         assert_eq!(parse("n0").unwrap(), "n0 29400");
         assert_eq!(parse("[::1]:7").unwrap(), "::1 7");

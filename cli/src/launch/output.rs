@@ -1,5 +1,6 @@
 //! The output of processes, forwarded line by line with the rank as prefix.
 
+use anyhow::Context;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -48,8 +49,9 @@ impl RankLogs {
     ///
     /// # Errors
     /// A directory that cannot be created.
-    pub(super) fn in_directory(directory: PathBuf) -> std::io::Result<Self> {
-        std::fs::create_dir_all(&directory)?;
+    pub(super) fn in_directory(directory: PathBuf) -> anyhow::Result<Self> {
+        let refused = || format!("--log-dir: cannot create {}", directory.display());
+        std::fs::create_dir_all(&directory).with_context(refused)?;
         Ok(Self { directory, files: Mutex::default() })
     }
 
@@ -67,30 +69,32 @@ impl RankLogs {
     }
 }
 
+/// A line without its newline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Line<'a> {
+    /// The rank that has written it; `None` for `mpirun` itself.
+    rank: Option<usize>,
+    text: &'a str,
+}
+
 /// The last lines of standard error.
 #[derive(Default)]
 pub(super) struct StderrTail {
     /// The last non-empty line of each rank.
-    pub(super) last_lines: Vec<(usize, String)>,
+    pub(super) last_lines: BTreeMap<usize, String>,
     /// The last lines of `mpirun` itself.
     pub(super) mpirun: Vec<String>,
 }
 
 impl StderrTail {
-    /// Returns the last non-empty line of a rank.
-    pub(super) fn last_line(&self, rank: usize) -> Option<&str> {
-        self.last_lines.iter().find(|(of, _)| *of == rank).map(|(_, line)| line.as_str())
-    }
-
-    fn record(&mut self, rank: Option<usize>, line: &str) {
-        if line.trim().is_empty() {
+    fn record(&mut self, line: Line<'_>) {
+        let Line { rank, text } = line;
+        if text.trim().is_empty() {
             return;
         }
-        let mut end = line.len().min(MAX_LINE_BYTES);
-        while !line.is_char_boundary(end) {
-            end -= 1;
-        }
-        let line = line[..end].to_owned();
+        let mut ends = (0..=text.len().min(MAX_LINE_BYTES)).rev();
+        let end = ends.find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+        let line = text[..end].to_owned();
         match rank {
             None => {
                 if self.mpirun.len() == 2 * MIN_MPIRUN_LINES {
@@ -98,30 +102,24 @@ impl StderrTail {
                 }
                 self.mpirun.push(line);
             }
-            Some(rank) => match self.last_lines.iter_mut().find(|(of, _)| *of == rank) {
-                Some((_, last)) => *last = line,
-                None => self.last_lines.push((rank, line)),
-            },
+            Some(rank) => _ = self.last_lines.insert(rank, line),
         }
     }
 }
 
 impl Source {
-    /// Splits a line into its rank, if any, and its text.
-    fn attribute(self, line: &str) -> (Option<usize>, &str) {
+    /// Finds out which rank has written a line.
+    fn attribute(self, text: &str) -> Line<'_> {
         match self {
-            Self::Rank(rank) => (Some(rank), line),
-            Self::Mpirun(launcher) => match launcher.untag(line) {
-                Some((rank, line)) => (Some(rank), line),
-                None => (None, line),
-            },
+            Self::Rank(rank) => Line { rank: Some(rank), text },
+            Self::Mpirun(launcher) => launcher.untag(text).unwrap_or(Line { rank: None, text }),
         }
     }
 }
 
 impl MpiLauncher {
     /// Parses `[1,3]<stdout>:text` or `[3] text` into rank 3 and `text`.
-    fn untag(self, line: &str) -> Option<(usize, &str)> {
+    fn untag(self, line: &str) -> Option<Line<'_>> {
         let rest = line.strip_prefix('[')?;
         let (rank, text) = match self {
             Self::OpenMpi => {
@@ -130,7 +128,7 @@ impl MpiLauncher {
             }
             Self::Hydra => rest.split_once("] ")?,
         };
-        Some((rank.parse().ok()?, text))
+        Some(Line { rank: Some(rank.parse().ok()?), text })
     }
 }
 
@@ -159,10 +157,11 @@ pub(super) fn forward_output(
             }
             let text = line.trim_end_matches(['\n', '\r']);
             // The rest of a line has no prefix of `mpirun`.
-            let (rank, text) = if continues { (last_rank, text) } else { source.attribute(text) };
+            let line = if continues { Line { rank: last_rank, text } } else { source.attribute(text) };
+            let Line { rank, text } = line;
             (last_rank, continues) = (rank, is_cut);
             if let Some(tail) = &tail {
-                tail.lock().record(rank, text);
+                tail.lock().record(line);
             }
             if let (Some(logs), Some(rank)) = (&logs, rank) {
                 // A full disk does not end the job.
@@ -185,25 +184,29 @@ mod tests {
 
     #[test]
     fn lines_of_mpirun_and_of_its_ranks_are_distinguished() {
+        let from = |rank, text| Line { rank: Some(rank), text };
+        let of_mpirun = |text| Line { rank: None, text };
         let attribute = |line| Source::Mpirun(MpiLauncher::OpenMpi).attribute(line);
         assert_eq!(
             attribute("[1,12]<stderr>:error: no [1,2]<stdout>:"),
-            (Some(12), "error: no [1,2]<stdout>:")
+            from(12, "error: no [1,2]<stdout>:")
         );
-        assert_eq!(attribute("[1,0]<stdout>:"), (Some(0), ""));
+        assert_eq!(attribute("[1,0]<stdout>:"), from(0, ""));
         for own in ["mpirun noticed that", "[host:12] [1,2] x", "[1,x]<stdout>:y", ""] {
-            assert_eq!(attribute(own), (None, own));
+            assert_eq!(attribute(own), of_mpirun(own));
         }
         let attribute = |line| Source::Mpirun(MpiLauncher::Hydra).attribute(line);
-        assert_eq!(attribute("[12] error: [1] x"), (Some(12), "error: [1] x"));
-        assert_eq!(attribute("[proxy:0:0@n1] x"), (None, "[proxy:0:0@n1] x"));
-        assert_eq!(Source::Rank(3).attribute("[1,0]<stdout>:x"), (Some(3), "[1,0]<stdout>:x"));
+        assert_eq!(attribute("[12] error: [1] x"), from(12, "error: [1] x"));
+        assert_eq!(attribute("[proxy:0:0@n1] x"), of_mpirun("[proxy:0:0@n1] x"));
+        assert_eq!(Source::Rank(3).attribute("[1,0]<stdout>:x"), from(3, "[1,0]<stdout>:x"));
     }
 
     #[test]
     fn only_the_last_lines_of_mpirun_are_stored() {
         let mut tail = StderrTail::default();
-        (0..10 * MIN_MPIRUN_LINES).for_each(|index| tail.record(None, &format!("line {index}")));
+        for index in 0..10 * MIN_MPIRUN_LINES {
+            tail.record(Line { rank: None, text: &format!("line {index}") });
+        }
         assert!((MIN_MPIRUN_LINES..=2 * MIN_MPIRUN_LINES).contains(&tail.mpirun.len()));
         assert_eq!(tail.mpirun.last().unwrap(), "line 9999");
     }
@@ -239,7 +242,7 @@ mod tests {
             .join()
             .unwrap();
         let tail = tail.lock();
-        assert_eq!((tail.last_line(0), tail.last_line(1), tail.last_line(2)), (Some("c"), Some("b"), None));
+        assert_eq!(tail.last_lines, BTreeMap::from([(0, "c".to_owned()), (1, "b".to_owned())]));
         assert_eq!(tail.mpirun, ["mpirun: d"]);
         let log = |rank| std::fs::read_to_string(place.path().join(format!("logs/rank_{rank}.log"))).unwrap();
         assert_eq!((log(0).as_str(), log(1).as_str()), ("a\nc\n\n", "b\n"));

@@ -103,7 +103,7 @@ pub(super) fn parse_mpirun(status: ExitStatus, stderr: &StderrTail) -> RankFailu
         }
     };
     let rank = usize::try_from(rank).ok();
-    let last_line = rank.and_then(|rank| stderr.last_line(rank)).map(str::to_owned);
+    let last_line = rank.and_then(|rank| stderr.last_lines.get(&rank)).cloned();
     RankFailure { rank, host: None, exit, last_line, reported: None, missing: Vec::new() }
 }
 
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     fn mpirun_says(text: &str) -> RankFailure {
-        let last_lines = vec![(2, "panicked".to_owned())];
+        let last_lines = [(2, "panicked".to_owned())].into();
         let stderr = StderrTail { last_lines, mpirun: text.lines().map(str::to_owned).collect() };
         parse_mpirun(ExitStatus::from_raw(137 << 8), &stderr)
     }

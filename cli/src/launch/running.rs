@@ -70,34 +70,31 @@ impl Running {
         matches!(self.source, Source::Mpirun(_)) && run()
     }
 
-    /// Returns whether it is an `mpirun` that has ended unsuccessfully.
-    pub(super) fn is_failed_mpirun(&self) -> bool {
-        matches!(self.source, Source::Mpirun(_)) && self.status.is_some_and(|status| !status.success())
+    /// Returns whether it has ended successfully.
+    pub(super) fn has_succeeded(&self) -> bool {
+        self.status.is_some_and(|status| status.success())
     }
 
     /// Sends a signal to a process that has moved from the job's group to its own.
-    pub(super) fn send_outside(&self, group: i32, signal: Signal) {
+    pub(super) fn send_outside(&self, group: Pid, signal: Signal) {
         let id = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
         if let (None, Some(id)) = (self.status, id)
-            && getpgid(Some(id)).is_ok_and(|own| own == id && own.as_raw_pid() != group)
+            && getpgid(Some(id)).is_ok_and(|own| own == id && own != group)
         {
             // An error means that the process has just ended.
             let _ = kill_process_group(id, signal);
         }
     }
 
-    /// Waits for the remaining output, with a timeout, because child processes may keep the pipe open.
-    fn drain_output(&self) {
-        drain_outputs(std::slice::from_ref(self));
-    }
-
     /// Returns the failure of a process that ended unsuccessfully.
     pub(super) fn failure(&self) -> Option<RankFailure> {
         let status = self.status.filter(|status| !status.success())?;
-        self.drain_output();
+        drain_outputs(std::slice::from_ref(self));
         let stderr = self.stderr.lock();
         Some(match self.source {
-            Source::Rank(rank) => RankFailure::new(Some(rank), status, stderr.last_line(rank)),
+            Source::Rank(rank) => {
+                RankFailure::new(Some(rank), status, stderr.last_lines.get(&rank).map(String::as_str))
+            }
             Source::Mpirun(_) => parse_mpirun(status, &stderr),
         })
     }
@@ -108,7 +105,8 @@ impl Running {
     }
 }
 
-/// Waits for the remaining output of all processes, with a common timeout: meanwhile other nodes get no messages.
+/// Waits for the remaining output of processes, with a common timeout: child processes may keep the pipes open, and
+/// meanwhile other nodes get no messages.
 pub(super) fn drain_outputs(processes: &[Running]) {
     let deadline = Instant::now() + DRAIN_TIMEOUT;
     let readers = processes.iter().flat_map(|process| &process.readers);

@@ -1,7 +1,7 @@
 //! The `train` command that `launch` starts: its backend, its restarts and its meshes.
 
-use super::restart::Restart;
-use crate::failure::Failure;
+use super::restart::{RESTART_VARIABLE, Restart};
+use crate::failure::{Failure, OrFail};
 use crate::train::TrainArgs;
 use crate::{Command, arguments};
 use anyhow::anyhow;
@@ -15,8 +15,12 @@ use ulysses::mesh::{Cluster, SeqSharding, TrainingShape};
 pub(super) struct Training {
     words: Vec<String>,
     args: TrainArgs,
-    /// The output directory, and the newest step in it before the first start.
-    output: Option<(String, Option<u64>)>,
+    /// The config of the first start.
+    pub(super) config: Config,
+    /// Whether MPI connects the ranks; otherwise NCCL does.
+    pub(super) uses_mpi: bool,
+    /// The newest step in the output directory before the first start.
+    newest_before: Option<u64>,
 }
 
 /// The part of a `train` command that differs between the starts of a job.
@@ -45,6 +49,32 @@ pub(super) struct SmallerMesh {
     pub(super) micro_batch_size: usize,
 }
 
+impl Variation {
+    /// Returns the number of restarts before.
+    pub(super) fn restarts(&self) -> u32 {
+        self.restart.as_ref().map_or(0, |restart| restart.number)
+    }
+
+    /// Tells a process about the restart, if it is one.
+    pub(super) fn set_restart(&self, command: &mut std::process::Command) {
+        // Strings and numbers only, which cannot fail.
+        if let Some(Ok(restart)) = self.restart.as_ref().map(serde_json::to_string) {
+            command.env(RESTART_VARIABLE, restart);
+        }
+    }
+}
+
+impl SmallerMesh {
+    /// Returns the number of ranks of each machine, given how many each may run: the last ones perhaps run none.
+    pub(super) fn fill(&self, slots: impl Iterator<Item = usize>) -> impl Iterator<Item = usize> {
+        slots.scan(self.sizes.num_ranks(), |left, slots| {
+            let ranks = slots.min(*left);
+            *left -= ranks;
+            Some(ranks)
+        })
+    }
+}
+
 /// Writes the value of `--mesh`.
 impl fmt::Display for SmallerMesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -55,49 +85,26 @@ impl fmt::Display for SmallerMesh {
 
 impl Training {
     /// Parses the arguments as `ulysses` would; `None` if the command is not `train`.
-    pub(super) fn parse(words: &[String]) -> Result<Option<Self>, Failure> {
-        match command(words)? {
-            Command::Train(args) => Ok(Some(Self { words: words.to_vec(), args, output: None })),
-            Command::Launch(_) => Err(Failure::Usage(anyhow!("`launch` cannot start `launch`"))),
-            _ => Ok(None),
-        }
-    }
-
-    /// Returns the config, and whether MPI connects the ranks; otherwise NCCL does.
-    pub(super) fn check(&mut self, cluster: Cluster, max_restarts: u32) -> Result<(Config, bool), Failure> {
-        let (config, backend) = self.args.for_launch(cluster)?;
-        self.output = config.ulysses.output.clone().map(|output| {
-            let newest = newest_step(&output);
-            (output, newest)
-        });
-        let refuse = |message: String| Err(Failure::Usage(anyhow!(message)));
+    pub(super) fn parse(
+        words: &[String],
+        cluster: Cluster,
+        max_restarts: u32,
+    ) -> Result<Option<Self>, Failure> {
+        let args = match command(words)? {
+            Command::Train(args) => args,
+            Command::Launch(_) => return Err(Failure::Usage(anyhow!("`launch` cannot start `launch`"))),
+            _ => return Ok(None),
+        };
+        let (config, backend) = args.for_launch(cluster)?;
         if max_restarts > 0 && (config.checkpoint.is_none() || config.ulysses.output.is_none()) {
-            return refuse(
+            return Err(Failure::Usage(anyhow!(
                 "--max-restarts needs checkpoints: add a `checkpoint` section to the config, and `ulysses.output` or \
                  --output"
-                    .to_owned(),
-            );
+            )));
         }
-        match backend {
-            Some(Backend::Thread) => refuse(
-                "the backend thread runs all ranks in one process: use `ulysses train` without `launch`, or --backend \
-                 mpi or nccl"
-                    .to_owned(),
-            ),
-            Some(Backend::Mpi) if cfg!(feature = "mpi") => Ok((config, true)),
-            Some(Backend::Nccl) if cfg!(feature = "nccl") => Ok((config, false)),
-            Some(missing) => {
-                let name = if missing == Backend::Mpi { "mpi" } else { "nccl" };
-                refuse(format!("this build lacks the feature `{name}` of the backend {name}"))
-            }
-            None if cfg!(feature = "nccl") => Ok((config, false)),
-            None if cfg!(feature = "mpi") => Ok((config, true)),
-            None => refuse(
-                "this build lacks the features `mpi` and `nccl` that connect processes: build with one of them, or use \
-                 `ulysses train` without `launch`"
-                    .to_owned(),
-            ),
-        }
+        let uses_mpi = uses_mpi(backend).map_err(anyhow::Error::msg).or_usage()?;
+        let newest_before = config.ulysses.output.as_deref().and_then(newest_step);
+        Ok(Some(Self { words: words.to_vec(), args, config, uses_mpi, newest_before }))
     }
 
     /// Returns the bytes of the config file, to be compared between nodes.
@@ -134,14 +141,33 @@ impl Training {
         words
     }
 
-    /// Returns whether the job has saved a step since [`check`](Self::check).
+    /// Returns whether the ranks copy their state into host memory.
+    pub(super) fn keeps_copies(&self) -> bool {
+        self.config.checkpoint.as_ref().is_some_and(|checkpoint| checkpoint.memory_interval.is_some())
+    }
+
+    /// Returns whether the job has saved a step.
     pub(super) fn has_saved(&self) -> bool {
-        self.output.as_ref().is_some_and(|(output, before)| newest_step(output) > *before)
+        self.config.ulysses.output.as_deref().and_then(newest_step) > self.newest_before
     }
 
     /// Returns the largest mesh of at most `num_ranks` ranks that keeps the batch size, the micro batch size and, if they
-    /// fit, sp and the shard size of ZeRO. pp and tp stay. `first` is the config of the first start.
-    pub(super) fn smaller_mesh(&self, first: &Config, num_ranks: usize) -> Option<SmallerMesh> {
+    /// fit, sp and the shard size of ZeRO. pp and tp stay.
+    ///
+    /// # Errors
+    /// A message: no mesh keeps the batch size.
+    pub(super) fn smaller_mesh(&self, num_ranks: usize) -> Result<SmallerMesh, String> {
+        let Config { train_batch_size, micro_batch_size, .. } = self.config;
+        self.largest_mesh(num_ranks).ok_or_else(|| {
+            format!(
+                "no mesh of at most {num_ranks} ranks keeps train_batch_size {train_batch_size} with micro batches of \
+                 {micro_batch_size}; give the mesh by --mesh, not in the config"
+            )
+        })
+    }
+
+    fn largest_mesh(&self, num_ranks: usize) -> Option<SmallerMesh> {
+        let first = &self.config;
         // The ranks that divide the layers count as one.
         let num_ranks = num_ranks / MeshShape { dp: 1, sp: 1, ..first.mesh.shape() }.num_ranks();
         let divides = |sp: &usize| first.mesh.sp_size.is_multiple_of(*sp);
@@ -192,6 +218,26 @@ fn newest_step(output: &str) -> Option<u64> {
     step_directories(Path::new(output)).ok()?.first().map(|directory| directory.step)
 }
 
+/// Returns whether MPI connects the ranks, with this backend of the config or the flag; otherwise NCCL does.
+///
+/// # Errors
+/// A backend that connects no processes, or that this build lacks.
+fn uses_mpi(backend: Option<Backend>) -> Result<bool, String> {
+    let (has_mpi, has_nccl) = (cfg!(feature = "mpi"), cfg!(feature = "nccl"));
+    let lacks = |name| format!("this build lacks the feature `{name}` of the backend {name}");
+    match backend {
+        Some(Backend::Thread) => Err("the backend thread runs all ranks in one process: use `ulysses train` without \
+                                      `launch`, or --backend mpi or nccl"
+            .to_owned()),
+        Some(Backend::Mpi) => has_mpi.then_some(true).ok_or_else(|| lacks("mpi")),
+        Some(_) => has_nccl.then_some(false).ok_or_else(|| lacks("nccl")),
+        None if has_mpi || has_nccl => Ok(!has_nccl),
+        None => Err("this build lacks the features `mpi` and `nccl` that connect processes: build with one of them, or \
+                     use `ulysses train` without `launch`"
+            .to_owned()),
+    }
+}
+
 fn common_divisor(a: usize, b: usize) -> usize {
     if b == 0 { a } else { common_divisor(b, a % b) }
 }
@@ -225,12 +271,12 @@ pub(super) mod tests {
     use super::*;
     use serde_json::json;
 
-    /// A `train` command with this config and these flags, and its config on six ranks.
+    /// A `train` command with this config and these flags, on six ranks.
     pub(in crate::launch) fn training(
         place: &tempfile::TempDir,
         changes: serde_json::Value,
         flags: &[&str],
-    ) -> (Training, Config) {
+    ) -> Training {
         let path = place.path().join("c.json");
         let mut config =
             json!({ "train_batch_size": 6, "ulysses": { "model": "nano", "data": "d", "seq_len": 64 } });
@@ -238,25 +284,33 @@ pub(super) mod tests {
         std::fs::write(&path, config.to_string()).unwrap();
         let words = [&["train", path.to_str().unwrap()], flags].concat();
         let words: Vec<String> = words.into_iter().map(str::to_owned).collect();
-        let Ok(Some(training)) = Training::parse(&words) else { panic!("{words:?} is no training") };
-        let Ok((config, _)) = training.args.for_launch(Cluster { nodes: 3, ranks_per_node: 2 }) else {
+        let Ok(Command::Train(args)) = command(&words) else { panic!("{words:?} is no training") };
+        let Ok((config, _)) = args.for_launch(Cluster { nodes: 3, ranks_per_node: 2 }) else {
             panic!("{words:?} is refused")
         };
-        (training, config)
+        Training { words, args, config, uses_mpi: false, newest_before: None }
     }
 
     fn smaller(changes: serde_json::Value, flags: &[&str], num_ranks: usize) -> Option<(usize, usize)> {
         let place = tempfile::tempdir().unwrap();
-        let (training, config) = training(&place, changes, flags);
-        training.smaller_mesh(&config, num_ranks).map(|mesh| (mesh.sizes.dp, mesh.sizes.sp))
+        let mesh = training(&place, changes, flags).smaller_mesh(num_ranks).ok()?;
+        Some((mesh.sizes.dp, mesh.sizes.sp))
     }
 
     /// The value of `--mesh` on fewer ranks.
     fn smaller_text(changes: serde_json::Value, flags: &[&str], num_ranks: usize) -> Option<String> {
         let place = tempfile::tempdir().unwrap();
-        let (training, config) = training(&place, changes, flags);
-        training.smaller_mesh(&config, num_ranks).map(|mesh| mesh.to_string())
+        Some(training(&place, changes, flags).smaller_mesh(num_ranks).ok()?.to_string())
     }
+
+    const MESH: SmallerMesh = SmallerMesh {
+        sizes: MeshShape { sp: 2, ..MeshShape::ONE_RANK },
+        ring_size: None,
+        shard_size: None,
+        replaces_key: false,
+        batch_size: 6,
+        micro_batch_size: 2,
+    };
 
     #[test]
     fn a_smaller_mesh_keeps_the_shard_size() {
@@ -302,8 +356,7 @@ pub(super) mod tests {
             vec!["--output", &output, "--resume", &warm, "--reset-data", "--seed", "7"],
             vec!["--output", &output, &format!("--resume={warm}"), "--reset-data", "--seed", "7"],
         ] {
-            let (mut training, _) = training(&place, json!({}), &flags);
-            training.output = Some((output.clone(), None));
+            let training = training(&place, json!({}), &flags);
             assert!(!training.has_saved());
             let arguments = |has_saved| {
                 training.arguments(&Variation { restart: restart(), has_saved, smaller: None })[2..].join(" ")
@@ -311,9 +364,8 @@ pub(super) mod tests {
             assert_eq!(arguments(false), flags.join(" "), "nothing to resume from but the other checkpoint");
             assert_eq!(arguments(true), format!("--output {output} --seed 7 --resume"));
         }
-        let (mut training, _) =
-            training(&place, json!({}), &["--output", &output, "--resume", "--reset-data"]);
-        training.output = Some((output.clone(), Some(4)));
+        let mut training = training(&place, json!({}), &["--output", &output, "--resume", "--reset-data"]);
+        training.newest_before = Some(4);
         std::fs::create_dir_all(place.path().join("out/step_00000004")).unwrap();
         assert!(!training.has_saved(), "it is there since before the first start");
         std::fs::create_dir_all(place.path().join("out/step_00000006")).unwrap();
@@ -340,30 +392,33 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn a_smaller_mesh_fills_the_first_machines() {
+        let ranks = |dp, sp, slots: &[usize]| {
+            let mesh = SmallerMesh { sizes: MeshShape::dp_sp(dp, sp), ..MESH };
+            mesh.fill(slots.iter().copied()).collect::<Vec<_>>()
+        };
+        assert_eq!(ranks(2, 2, &[2, 2, 2]), [2, 2, 0]);
+        assert_eq!(ranks(1, 3, &[2, 2, 2]), [2, 1, 0]);
+        assert_eq!(ranks(3, 2, &[2, 2, 2]), [2, 2, 2]);
+    }
+
+    #[test]
     fn a_restart_resumes_and_replaces_the_mesh() {
         let place = tempfile::tempdir().unwrap();
         let flags = ["--mesh", "3x2", "--batch-size=6", "--seed", "7"];
-        let (training, _) = training(&place, json!({}), &flags);
+        let training = training(&place, json!({}), &flags);
         let path = place.path().join("c.json").display().to_string();
         let arguments = |restart, smaller| {
             training.arguments(&Variation { restart, has_saved: false, smaller })[1..].join(" ")
         };
         assert_eq!(arguments(None, None), format!("{path} --mesh 3x2 --batch-size=6 --seed 7"));
-        let mesh = SmallerMesh {
-            sizes: MeshShape::dp_sp(1, 2),
-            ring_size: None,
-            shard_size: None,
-            replaces_key: false,
-            batch_size: 6,
-            micro_batch_size: 2,
-        };
         assert_eq!(
-            arguments(restart(), Some(mesh)),
+            arguments(restart(), Some(MESH)),
             format!(
                 "{path} --seed 7 --mesh=1x2 --batch-size=6 --set=train_micro_batch_size_per_gpu=2 --resume"
             )
         );
-        let ring = arguments(restart(), Some(SmallerMesh { ring_size: Some(2), ..mesh }));
+        let ring = arguments(restart(), Some(SmallerMesh { ring_size: Some(2), ..MESH }));
         assert!(ring.ends_with("--set=ulysses.ring_size=2 --resume"), "{ring}");
     }
 }

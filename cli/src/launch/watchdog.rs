@@ -2,22 +2,18 @@
 //!
 //! The watchdog leads the process group of the job and reads a pipe whose other end only `launch` holds. A child joins
 //! the group before it executes its program, and inherits that end until then. So when the watchdog reads the end of
-//! the pipe, all children are in the group.
+//! the pipe, all children are in the group and have the mark of the job in their environment.
 
-use super::processes::{kill_tree, processes, tree};
+use super::processes::kill_marked_after;
 use crate::failure::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 use rustix::process::{Pid, Signal, getpgrp, kill_current_process_group, kill_process_group};
-use std::io::ErrorKind::NotFound;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-
-/// Interval of polling the processes.
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
+use std::time::Duration;
 
 /// Signals that `launch` forwards to the group.
 pub(super) const FORWARDED_SIGNALS: [Signal; 3] = [Signal::INT, Signal::TERM, Signal::USR1];
@@ -59,31 +55,21 @@ impl Watchdog {
         }
     }
 
-    /// Returns the process group of the job.
-    pub(super) fn group(&self) -> i32 {
-        self.group.as_raw_pid()
+    /// Returns the process group of the job, and the mark of its processes.
+    pub(super) fn group(&self) -> Pid {
+        self.group
     }
 
-    /// Sends a signal to all running processes of the job.
+    /// Sends a signal to the process group of the job.
     pub(super) fn send(&self, signal: Signal) {
         // An error means that the group is empty.
         let _ = kill_process_group(self.group, signal);
-    }
-
-    /// Kills all running processes of the job, and the watchdog.
-    pub(super) fn kill_all(&self) {
-        kill_tree(&tree(&processes(), self.group), self.group);
-    }
-
-    /// Ends the watchdog only; background processes continue.
-    pub(super) fn dismiss(&mut self) {
-        let _ = self.process.kill().and_then(|()| self.process.wait());
     }
 }
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
-        self.dismiss();
+        let _ = self.process.kill().and_then(|()| self.process.wait());
     }
 }
 
@@ -95,42 +81,11 @@ pub(crate) fn watch(args: &WatchdogArgs) -> Result<(), Failure> {
     let mut stdout = std::io::stdout();
     stdout.write_all(b"\n").and_then(|()| stdout.flush()).or_run()?;
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).or_run()?;
-    let grace = Duration::from_secs(args.grace);
-    let deadline = Instant::now() + grace;
-    end_group(grace);
-    args.remove.as_deref().map_or(Ok(()), |path| remove_until(path, deadline)).or_run()
-}
-
-/// Removes a directory. Ranks that are just ending may still be writing into it.
-fn remove_until(path: &Path, deadline: Instant) -> std::io::Result<()> {
-    loop {
-        match std::fs::remove_dir_all(path) {
-            Err(error) if error.kind() != NotFound && Instant::now() < deadline => {}
-            Err(error) if error.kind() != NotFound => return Err(error),
-            _ => return Ok(()),
-        }
-        std::thread::sleep(POLL_INTERVAL);
-    }
-}
-
-/// Sends SIGTERM to all processes of this process's group, and SIGKILL after `grace` to the rest and to their
-/// descendants in other groups.
-fn end_group(grace: Duration) {
-    let (group, deadline) = (getpgrp(), Instant::now() + grace);
-    // Collected before, because a process loses its parent when that ends.
-    let mut known = tree(&processes(), group);
     // `mpirun` forwards this to its ranks.
     let _ = kill_current_process_group(Signal::TERM);
-    while Instant::now() < deadline {
-        let all = processes();
-        known.extend(tree(&all, group));
-        known.sort_unstable();
-        known.dedup();
-        known.retain(|id| all.iter().any(|process| process.id == *id && !process.is_zombie));
-        if known == [std::process::id()] {
-            return;
-        }
-        std::thread::sleep(POLL_INTERVAL);
+    kill_marked_after(getpgrp(), Duration::from_secs(args.grace));
+    match args.remove.as_deref().map(std::fs::remove_dir_all) {
+        Some(Err(error)) if error.kind() != ErrorKind::NotFound => Err(error).or_run(),
+        _ => Ok(()),
     }
-    kill_tree(&known, group);
 }

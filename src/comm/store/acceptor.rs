@@ -4,7 +4,7 @@ use super::address;
 use super::connection::Connection;
 use super::endpoint::{Member, StoreEndpoint};
 use super::handshake::{
-    CLAIM_BYTES, Claim, HELLO_BYTES, MAGIC, Nonce, OTHER_SECRET, PROTOCOL, Session, Verdict, nonce,
+    CLAIM_BYTES, Claim, HELLO_BYTES, MAGIC, Nonce, OTHER_SECRET, PROTOCOL, Reply, Session, Verdict, nonce,
     other_version,
 };
 use super::secret::JobSecret;
@@ -24,30 +24,13 @@ pub(super) const MAX_ACCEPTS_PER_POLL: usize = 64;
 /// Number of refusals listed when ranks do not join.
 const MAX_LISTED: usize = 8;
 
-/// Accepts all other ranks and returns the connections to them.
+/// Accepts the other members until all have joined. At the end of the timeout `least` are enough, the host included.
 ///
 /// # Errors
-/// A message, if the host cannot listen, not all ranks join in time, or launchers of other machines need no secret.
-pub(super) fn accept_all(
-    point: &StoreEndpoint,
-    timeout: Duration,
-) -> Result<BTreeMap<usize, Connection>, String> {
-    gather(point, point.world_size, timeout).map(|(_, acceptor)| acceptor.ranks)
-}
-
-/// As [`accept_all`], but at the end of the timeout `least` members are enough, the host included. Also returns the
-/// listener and the acceptor, which can refuse later processes.
-pub(super) fn gather(
-    point: &StoreEndpoint,
-    least: usize,
-    timeout: Duration,
-) -> Result<(TcpListener, Acceptor), String> {
+/// A message, if the host cannot listen, too few join in time, or launchers of other machines need no secret.
+pub(super) fn gather(point: &StoreEndpoint, least: usize, timeout: Duration) -> Result<Acceptor, String> {
     let started = Instant::now();
-    let listener = address::listen(point).and_then(|listener| {
-        listener.set_nonblocking(true)?;
-        Ok(listener)
-    });
-    let listener = listener.map_err(|error| {
+    let mut acceptor = Acceptor::listen(point.clone()).map_err(|error| {
         let other_port = match point.members {
             Member::Rank => "set ULYSSES_MASTER_PORT to another port",
             Member::Node => "give --rdzv-endpoint another port",
@@ -57,8 +40,7 @@ pub(super) fn gather(
             point.port, point.host
         )
     })?;
-    check_exposed_port(&listener, point)?;
-    let mut acceptor = Acceptor::new(point.clone());
+    acceptor.check_exposed_port()?;
     while !acceptor.missing.is_empty() {
         if started.elapsed() >= timeout {
             if acceptor.missing.len() + least <= point.world_size {
@@ -66,27 +48,10 @@ pub(super) fn gather(
             }
             return Err(acceptor.timeout_message(timeout));
         }
-        acceptor.accept(&listener);
-        acceptor.serve();
+        acceptor.poll();
         std::thread::sleep(POLL);
     }
-    Ok((listener, acceptor))
-}
-
-/// Refuses to accept launchers that prove nothing from other machines. Ranks only get a warning: torchrun and SLURM give
-/// them no secret.
-fn check_exposed_port(listener: &TcpListener, point: &StoreEndpoint) -> Result<(), String> {
-    let is_local = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
-    if is_local || point.secret.is_secret() || point.world_size == 1 {
-        return Ok(());
-    }
-    match point.members {
-        Member::Node => Err(missing_secret(point)),
-        Member::Rank => {
-            tracing::warn!("{}", missing_secret(point));
-            Ok(())
-        }
-    }
+    Ok(acceptor)
 }
 
 /// Message about a store that other machines reach and that has no secret.
@@ -101,7 +66,8 @@ pub(super) fn missing_secret(point: &StoreEndpoint) -> String {
 /// The host's state while ranks join.
 #[derive(Debug)]
 pub(super) struct Acceptor {
-    point: StoreEndpoint,
+    pub(super) point: StoreEndpoint,
+    listener: TcpListener,
     /// Connections in their handshake, oldest first.
     pub(super) pending: Vec<Pending>,
     pub(super) ranks: BTreeMap<usize, Connection>,
@@ -112,17 +78,53 @@ pub(super) struct Acceptor {
 }
 
 impl Acceptor {
-    pub(super) fn new(point: StoreEndpoint) -> Self {
-        let missing = (0..point.world_size).filter(|rank| *rank != point.host_rank()).collect();
+    /// Listens at the endpoint, on a free port if its port is 0.
+    pub(super) fn listen(point: StoreEndpoint) -> std::io::Result<Self> {
+        Self::new(address::listen(&point)?, point)
+    }
+
+    pub(super) fn new(listener: TcpListener, mut point: StoreEndpoint) -> std::io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        point.port = listener.local_addr()?.port();
+        let missing = others(&point);
         let (pending, ranks, refused) = (Vec::new(), BTreeMap::new(), BTreeSet::new());
-        Self { point, pending, ranks, missing, refused, is_closed: false }
+        Ok(Self { point, listener, pending, ranks, missing, refused, is_closed: false })
+    }
+
+    /// Refuses to accept launchers that prove nothing from other machines. Ranks only get a warning: torchrun and SLURM
+    /// give them no secret.
+    fn check_exposed_port(&self) -> Result<(), String> {
+        let Self { point, listener, .. } = self;
+        let is_local = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
+        if is_local || point.secret.is_secret() || point.world_size == 1 {
+            return Ok(());
+        }
+        match point.members {
+            Member::Node => return Err(missing_secret(point)),
+            Member::Rank => tracing::warn!("{}", missing_secret(point)),
+        }
+        Ok(())
+    }
+
+    /// Returns the connections to the ranks that have joined. All may then join again.
+    pub(super) fn take_ranks(&mut self) -> BTreeMap<usize, Connection> {
+        self.pending.clear();
+        self.refused.clear();
+        self.missing = others(&self.point);
+        std::mem::take(&mut self.ranks)
+    }
+
+    /// Accepts new connections and advances all, without blocking.
+    pub(super) fn poll(&mut self) {
+        self.accept();
+        self.serve();
     }
 
     /// Accepts new connections, but a limited number, so that a flood does not delay the ranks. After an error, such as
     /// too few file descriptors, the next poll retries.
-    pub(super) fn accept(&mut self, listener: &TcpListener) {
+    pub(super) fn accept(&mut self) {
         for _ in 0..MAX_ACCEPTS_PER_POLL {
-            let Ok((stream, from)) = listener.accept() else { return };
+            let Ok((stream, from)) = self.listener.accept() else { return };
             if self.pending.len() >= MAX_UNAUTHENTICATED + self.point.world_size {
                 self.pending.remove(0);
             }
@@ -155,14 +157,13 @@ impl Acceptor {
             let _ = peer.stream.write(&OTHER_SECRET);
             return self.add_refusal(format!("process at {from} has a different job secret"));
         };
-        let (verdict, world_size) = (self.verdict(claim), self.point.world_size as u64);
+        let reply = Reply { verdict: self.verdict(claim), world_size: self.point.world_size as u64 };
         let session = peer.session(&self.point.secret);
-        let (reply, key) = (session.reply(verdict, world_size), session.frame_key(true));
+        let (message, key) = (session.reply(reply), session.frame_key(true));
         // Much less than a new connection takes without blocking.
-        let is_sent = peer.stream.write(&reply).is_ok_and(|written| written == reply.len());
-        if verdict != Verdict::Accepted {
-            let reason = verdict.reason(claim, world_size, &self.point);
-            return self.add_refusal(format!("{reason} (from {from})"));
+        let is_sent = peer.stream.write(&message).is_ok_and(|written| written == message.len());
+        if reply.verdict != Verdict::Accepted {
+            return self.add_refusal(format!("{} (from {from})", reply.reason(claim, &self.point)));
         }
         if let (true, Ok(connection)) = (is_sent, Connection::new(peer.stream, key)) {
             self.missing.remove(&(claim.rank as usize));
@@ -205,6 +206,11 @@ impl Acceptor {
         }
         why
     }
+}
+
+/// The members that join: all but the host.
+fn others(point: &StoreEndpoint) -> BTreeSet<usize> {
+    (0..point.world_size).filter(|rank| *rank != point.host_rank()).collect()
 }
 
 /// A message that ends the host's reading of a handshake.

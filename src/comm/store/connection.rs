@@ -29,6 +29,13 @@ pub(in crate::comm) struct Connection {
     is_write_closed: bool,
 }
 
+/// What has arrived on a connection.
+pub(super) struct Arrived {
+    /// The complete frames.
+    pub(super) frames: Vec<Vec<u8>>,
+    pub(super) state: ConnectionState,
+}
+
 /// State of a connection.
 pub(super) enum ConnectionState {
     Open,
@@ -111,7 +118,7 @@ impl Connection {
     }
 
     /// Returns the complete frames. Reads at most the size of the longest frame, so that one sender cannot block others.
-    pub(super) fn read(&mut self) -> (Vec<Vec<u8>>, ConnectionState) {
+    pub(super) fn read(&mut self) -> Arrived {
         let mut state = ConnectionState::Open;
         let mut chunk = [0; 4096];
         loop {
@@ -132,10 +139,11 @@ impl Connection {
             break;
         }
         let mut frames = Vec::new();
+        let invalid = || ConnectionState::Broken(ErrorKind::InvalidData.into());
         while let Some((length, _)) = self.received.split_first_chunk::<4>() {
             let end = HEADER_BYTES + u32::from_le_bytes(*length) as usize;
             if end > MAX_BYTES {
-                return (frames, ConnectionState::Broken(ErrorKind::InvalidData.into()));
+                return Arrived { frames, state: invalid() };
             }
             if self.received.len() < end {
                 break;
@@ -143,11 +151,11 @@ impl Connection {
             let frame: Vec<u8> = self.received.drain(..end).collect();
             let (header, body) = frame.split_at(HEADER_BYTES);
             if !self.key.is_proof(self.num_received, body, &header[4..]) {
-                return (frames, ConnectionState::Broken(ErrorKind::InvalidData.into()));
+                return Arrived { frames, state: invalid() };
             }
             self.num_received += 1;
             frames.push(body.to_vec());
         }
-        (frames, state)
+        Arrived { frames, state }
     }
 }

@@ -51,6 +51,14 @@ pub(super) struct Claim {
 
 /// The host's answer to a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Reply {
+    pub(super) verdict: Verdict,
+    /// The host's own.
+    pub(super) world_size: u64,
+}
+
+/// The host's decision about a claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     Accepted,
     /// The rank is not below the host's world size.
@@ -66,24 +74,24 @@ pub(super) enum Verdict {
 impl Verdict {
     const ALL: [Self; 5] =
         [Self::Accepted, Self::OutOfRange, Self::OtherWorldSize, Self::Taken, Self::Started];
+}
 
-    /// Returns why the host of `point` refuses `claim`. `size` is the world size that the host reports.
-    pub(super) fn reason(self, claim: Claim, size: u64, point: &StoreEndpoint) -> String {
+impl Reply {
+    /// Returns why the host of `point` refuses `claim`.
+    pub(super) fn reason(self, claim: Claim, point: &StoreEndpoint) -> String {
         let Claim { rank, world_size: claimed } = claim;
-        let (member, host) = (point.members, point.host_name());
-        match self {
-            Self::Accepted => format!("{member} {rank} is accepted"),
-            Self::OutOfRange => {
+        let (member, host, size) = (point.members, point.host_name(), self.world_size);
+        match self.verdict {
+            Verdict::Accepted => format!("{member} {rank} is accepted"),
+            Verdict::OutOfRange => {
                 format!("{member} {rank} is out of range: the job has {member}s 0 to {}", size - 1)
             }
-            Self::OtherWorldSize if member == Member::Node => {
-                format!("{member} {rank} has --nnodes {claimed}, but {host} has {size}")
+            Verdict::OtherWorldSize => {
+                let what = if member == Member::Node { "--nnodes" } else { "world size" };
+                format!("{member} {rank} has {what} {claimed}, but {host} has {size}")
             }
-            Self::OtherWorldSize => {
-                format!("{member} {rank} has world size {claimed}, but {host} has {size}")
-            }
-            Self::Taken => format!("{member} {rank} is taken: two processes have the same {member}"),
-            Self::Started => {
+            Verdict::Taken => format!("{member} {rank} is taken: two processes have the same {member}"),
+            Verdict::Started => {
                 format!(
                     "the job has already started: {member} {rank} has joined it before, or comes too late"
                 )
@@ -128,19 +136,19 @@ impl Session<'_> {
     }
 
     /// Encodes the host's answer to a claim.
-    pub(super) fn reply(&self, verdict: Verdict, world_size: u64) -> Vec<u8> {
-        let head = [&[verdict as u8][..], &world_size.to_le_bytes()].concat();
+    pub(super) fn reply(&self, reply: Reply) -> Vec<u8> {
+        let head = [&[reply.verdict as u8][..], &reply.world_size.to_le_bytes()].concat();
         let proof = self.prove(b"root", &head);
         [&head[..], proof.as_bytes()].concat()
     }
 
-    /// Decodes verdict and world size from a message of [`REPLY_BYTES`], if the host knows the secret.
-    pub(super) fn read_reply(&self, message: &[u8]) -> Option<(Verdict, u64)> {
+    /// Decodes an answer of [`REPLY_BYTES`], if the host knows the secret.
+    pub(super) fn read_reply(&self, message: &[u8]) -> Option<Reply> {
         let (head, proof) = message.split_at_checked(9)?;
         let (verdict, world_size) = head.split_first()?;
         let verdict = *Verdict::ALL.get(usize::from(*verdict))?;
         let world_size = u64::from_le_bytes(world_size.try_into().ok()?);
-        (self.prove(b"root", head) == hash(proof)?).then_some((verdict, world_size))
+        (self.prove(b"root", head) == hash(proof)?).then_some(Reply { verdict, world_size })
     }
 
     /// Returns the key for the frames of one side.

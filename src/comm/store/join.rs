@@ -4,7 +4,7 @@ use super::acceptor::HANDSHAKE_TIMEOUT;
 use super::connection::Connection;
 use super::endpoint::StoreEndpoint;
 use super::handshake::{
-    Claim, MAGIC, Nonce, PROTOCOL, REPLY_BYTES, Session, Verdict, hello, nonce, other_version,
+    Claim, MAGIC, Nonce, PROTOCOL, REPLY_BYTES, Reply, Session, Verdict, hello, nonce, other_version,
 };
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -85,8 +85,10 @@ fn try_join_at(address: &SocketAddr, point: &StoreEndpoint, rank: usize) -> Resu
     let mut reply = [0; REPLY_BYTES];
     read_by(deadline, &mut stream, &mut reply)?;
     match session.read_reply(&reply) {
-        Some((Verdict::Accepted, _)) => Ok(Connection::new(stream, session.frame_key(false))?),
-        Some((refused, world_size)) => Err(Attempt::Refused(refused.reason(claim, world_size, point))),
+        Some(Reply { verdict: Verdict::Accepted, .. }) => {
+            Ok(Connection::new(stream, session.frame_key(false))?)
+        }
+        Some(refused) => Err(Attempt::Refused(refused.reason(claim, point))),
         None => Err(Attempt::Refused(format!(
             "different job secret; set the same ULYSSES_JOB_SECRET for all {}s, or use a port that no other job uses",
             point.members

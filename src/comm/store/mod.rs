@@ -37,12 +37,12 @@ pub(super) use control_channel::{ControlChannel, Received};
 pub(super) use endpoint::Member;
 pub(super) use endpoint::StoreEndpoint;
 pub use job::{JobStore, store_environment};
-pub use nodes::{NodeEndpoint, NodeLoss, NodeStore};
+pub use nodes::{LostNode, NodeEndpoint, NodeLoss, NodeStore};
 #[cfg(test)]
 pub(super) use secret::JobSecret;
 
-use acceptor::accept_all;
-use connection::ConnectionState;
+use acceptor::gather;
+use connection::{Arrived, ConnectionState};
 use join::join;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -95,7 +95,8 @@ impl Store {
     /// A message with the reason.
     pub(super) fn meet(point: &StoreEndpoint, rank: usize, timeout: Duration) -> Result<Self, String> {
         if point.host_rank() == rank {
-            return Ok(Self::open(rank, point.world_size, accept_all(point, timeout)?));
+            let ranks = gather(point, point.world_size, timeout)?.ranks;
+            return Ok(Self::open(rank, point.world_size, ranks));
         }
         Self::meet_host(point, rank, timeout)
     }
@@ -266,7 +267,7 @@ impl Store {
         for peer in peers {
             let Some(connection) = self.connections.get_mut(&peer) else { continue };
             connection.write();
-            let (frames, mut state) = connection.read();
+            let Arrived { frames, mut state } = connection.read();
             for frame in frames {
                 let Some(change) = Change::decode(&frame).filter(|change| self.is_permitted(peer, change))
                 else {
@@ -277,11 +278,7 @@ impl Store {
             }
             match state {
                 ConnectionState::Open => continue,
-                ConnectionState::Closed if self.values.contains_key(&presence(peer)) => {
-                    let lost = Change { rank: self.rank, key: presence(peer), value: None };
-                    self.receive_change(lost, peer);
-                }
-                ConnectionState::Closed => {}
+                ConnectionState::Closed => self.note_loss(peer),
                 ConnectionState::Broken(error) => {
                     let (own, peer) = (process_name(self.rank), process_name(peer));
                     tracing::warn!(
@@ -300,7 +297,14 @@ impl Store {
 
     /// Ends the connection to a process, as if it had ended.
     fn disconnect_peer(&mut self, peer: usize) {
-        if self.connections.remove(&peer).is_some() && self.values.contains_key(&presence(peer)) {
+        if self.connections.remove(&peer).is_some() {
+            self.note_loss(peer);
+        }
+    }
+
+    /// Deletes the presence key of a process whose connection has ended, unless it has deleted it itself.
+    fn note_loss(&mut self, peer: usize) {
+        if self.values.contains_key(&presence(peer)) {
             let lost = Change { rank: self.rank, key: presence(peer), value: None };
             self.receive_change(lost, peer);
         }

@@ -9,7 +9,8 @@ use super::secret::JobSecret;
 use super::{Departure, FOR_HOST, Store};
 use crate::comm::Launcher;
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, TcpListener, ToSocketAddrs};
+use std::io;
+use std::net::{IpAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// Interval between heartbeats.
@@ -30,6 +31,15 @@ pub struct NodeEndpoint {
     pub num_nodes: usize,
 }
 
+/// A node that was lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LostNode {
+    /// Its number.
+    pub node: usize,
+    /// The way in which it was lost.
+    pub loss: NodeLoss,
+}
+
 /// The way in which a node was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodeLoss {
@@ -42,14 +52,11 @@ pub enum NodeLoss {
 /// The store of the launchers of a job, as one of them sees it.
 #[derive(Debug)]
 pub struct NodeStore {
-    node: usize,
     store: Store,
-    /// On node 0: listener and acceptor that refuse processes that come after the start.
-    late_acceptor: Option<(TcpListener, Acceptor)>,
+    /// On node 0 of several: refuses processes that come after the start.
+    late_acceptor: Option<Acceptor>,
     secret: JobSecret,
     bind: Option<IpAddr>,
-    /// On node 0: the nodes that did not come.
-    missing: BTreeSet<usize>,
     /// When the nodes that this one watches were last heard: node 0 watches all others, which watch node 0.
     last_heard: BTreeMap<usize, Instant>,
     last_beat: Instant,
@@ -58,6 +65,15 @@ pub struct NodeStore {
 }
 
 impl NodeStore {
+    /// Creates the store of a launcher whose job has no other node. It listens nowhere.
+    ///
+    /// # Errors
+    /// No randomness is available for the secret.
+    pub fn alone() -> io::Result<Self> {
+        let store = Store::open(HOST, 1, BTreeMap::new());
+        Ok(Self::new(store, None, JobSecret::random()?, None, Duration::MAX))
+    }
+
     /// Joins the launchers of all other nodes, or on node 0 waits for them: until all have joined, or at the end of the
     /// timeout at least `min_nodes`. `lookup` returns environment variables: the job's secret, and the address to listen on.
     ///
@@ -83,31 +99,37 @@ impl NodeStore {
             secret: secret.clone(),
         };
         let (store, late_acceptor) = if at.node == HOST {
-            let (listener, mut acceptor) = gather(&point, min_nodes, timeout)?;
+            let mut acceptor = gather(&point, min_nodes, timeout)?;
             acceptor.is_closed = true;
-            let ranks = std::mem::take(&mut acceptor.ranks);
-            (Store::open(HOST, at.num_nodes, ranks), Some((listener, acceptor)))
+            let nodes = std::mem::take(&mut acceptor.ranks);
+            (Store::open(HOST, at.num_nodes, nodes), Some(acceptor))
         } else {
             if !secret.is_secret() && is_remote(at) {
                 return Err(missing_secret(&point));
             }
             (Store::meet_host(&point, at.node, timeout)?, None)
         };
-        let watched = if at.node == HOST { 1..at.num_nodes } else { HOST..HOST + 1 };
-        let missing: BTreeSet<usize> =
-            late_acceptor.iter().flat_map(|(_, acceptor)| acceptor.missing.clone()).collect();
+        Ok(Self::new(store, late_acceptor, secret, point.bind, max_silence))
+    }
+
+    fn new(
+        store: Store,
+        late_acceptor: Option<Acceptor>,
+        secret: JobSecret,
+        bind: Option<IpAddr>,
+        max_silence: Duration,
+    ) -> Self {
+        let watched = match store.rank() {
+            HOST => store.connections.keys().copied().collect(),
+            _ => vec![HOST],
+        };
         let now = Instant::now();
-        Ok(Self {
-            node: at.node,
-            store,
-            late_acceptor,
-            secret,
-            bind: point.bind,
-            last_heard: watched.filter(|node| !missing.contains(node)).map(|node| (node, now)).collect(),
-            missing,
-            last_beat: now,
-            max_silence,
-        })
+        let last_heard = watched.into_iter().map(|node| (node, now)).collect();
+        Self { store, late_acceptor, secret, bind, last_heard, last_beat: now, max_silence }
+    }
+
+    fn is_host(&self) -> bool {
+        self.store.rank() == HOST
     }
 
     /// Sets a key for all nodes.
@@ -122,42 +144,46 @@ impl NodeStore {
 
     /// Exchanges changes and heartbeats without blocking. Returns the nodes that were lost since the last call, or that
     /// left: node 0 reports any other, these only node 0.
-    pub fn poll(&mut self) -> Vec<(usize, NodeLoss)> {
-        if let Some((listener, acceptor)) = &mut self.late_acceptor {
-            acceptor.accept(listener);
-            acceptor.serve();
+    pub fn poll(&mut self) -> Vec<LostNode> {
+        if let Some(acceptor) = &mut self.late_acceptor {
+            acceptor.poll();
         }
         if self.last_beat.elapsed() >= BEAT_INTERVAL {
             self.last_beat = Instant::now();
-            let prefix = if self.node == HOST { "" } else { FOR_HOST };
+            let prefix = if self.is_host() { "" } else { FOR_HOST };
             self.store.set(&format!("{prefix}beat"), *b"");
         }
         let changes: Vec<_> = self.store.watch().collect();
         let mut lost = Vec::new();
         for change in changes {
             // All changes reach the other nodes by way of node 0.
-            let from = if self.node == HOST { change.rank } else { HOST };
+            let from = if self.is_host() { change.rank } else { HOST };
             self.last_heard.entry(from).and_modify(|heard| *heard = Instant::now());
             if let Some(Departure::Ended(node) | Departure::Lost(node)) = change.departure() {
-                lost.extend(self.last_heard.remove(&node).map(|_| (node, NodeLoss::Ended)));
+                lost.extend(self.lose(node, NodeLoss::Ended));
             }
         }
-        let is_silent = |(_, heard): &(&usize, &Instant)| heard.elapsed() >= self.max_silence;
-        let silent: Vec<usize> = self.last_heard.iter().filter(is_silent).map(|(node, _)| *node).collect();
+        let is_silent = |heard: &Instant| heard.elapsed() >= self.max_silence;
+        let nodes = self.last_heard.iter();
+        let silent: Vec<usize> = nodes.filter(|(_, heard)| is_silent(heard)).map(|(node, _)| *node).collect();
         for node in silent {
-            self.last_heard.remove(&node);
             self.store.disconnect_peer(node);
-            lost.push((node, NodeLoss::Silent));
+            lost.extend(self.lose(node, NodeLoss::Silent));
         }
-        if self.node != HOST && !self.store.is_connected() {
-            lost.extend(self.last_heard.remove(&HOST).map(|_| (HOST, NodeLoss::Ended)));
+        if !self.is_host() && !self.store.is_connected() {
+            lost.extend(self.lose(HOST, NodeLoss::Ended));
         }
         lost
     }
 
+    /// Stops watching a node, if it is not lost already.
+    fn lose(&mut self, node: usize, loss: NodeLoss) -> Option<LostNode> {
+        self.last_heard.remove(&node).map(|_| LostNode { node, loss })
+    }
+
     /// On node 0: returns the nodes that had not joined at the end of the timeout.
-    pub fn missing(&self) -> &BTreeSet<usize> {
-        &self.missing
+    pub fn missing(&self) -> BTreeSet<usize> {
+        self.late_acceptor.as_ref().map_or_else(BTreeSet::new, |acceptor| acceptor.missing.clone())
     }
 
     /// Returns the secret of the ranks for a start of the job. All nodes compute the same one, so it is not sent.

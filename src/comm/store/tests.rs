@@ -84,6 +84,11 @@ fn connect(port: u16) -> TcpStream {
     }
 }
 
+/// Hosts the store until all other ranks have joined.
+fn accept_all(point: &StoreEndpoint, timeout: Duration) -> Result<BTreeMap<usize, Connection>, String> {
+    gather(point, point.world_size, timeout).map(|acceptor| acceptor.ranks)
+}
+
 /// The reason why rank 0 refuses a process.
 fn refusal(point: &StoreEndpoint, rank: usize) -> String {
     join(point, rank, LONG_TIMEOUT).unwrap_err()
@@ -163,10 +168,10 @@ fn frames_for_another_rank_or_with_a_wrong_proof_are_rejected() {
 
 /// A launcher's store and its endpoint.
 fn launched(world_size: usize) -> (JobStore, StoreEndpoint) {
-    let host = JobStore::listen(world_size).unwrap();
-    let environment = host.environment();
-    let lookup =
-        |name: &str| environment.iter().find(|(set, _)| *set == name).map(|(_, value)| value.clone());
+    let secret = "a secret of these tests";
+    let host = JobStore::listen(HOST, None, world_size, secret).unwrap();
+    let environment = store_environment(HOST, host.port(), secret);
+    let lookup = |name: &str| environment.get(name).cloned();
     let info = ProcessInfo { world_size, local_world_size: Some(world_size), ..ProcessInfo::alone() };
     let point = StoreEndpoint::read(&info, lookup).unwrap().unwrap();
     assert_eq!(point.host_rank(), NO_RANK);
@@ -361,7 +366,7 @@ fn a_connection_is_closed_at_its_deadline() {
     let point = point(listener.local_addr().unwrap().port(), 2);
     let mut silent = connect(point.port);
     let (stream, from) = listener.accept().unwrap();
-    let mut acceptor = Acceptor::new(point.clone());
+    let mut acceptor = Acceptor::new(listener, point).unwrap();
     acceptor.pending.extend(Pending::new(stream, from));
     acceptor.serve();
     assert_eq!(acceptor.pending.len(), 1);
@@ -374,19 +379,18 @@ fn a_connection_is_closed_at_its_deadline() {
 #[test]
 fn too_many_unauthenticated_clients_close_the_oldest() {
     let listener = TcpListener::bind((HOST, 0)).unwrap();
-    listener.set_nonblocking(true).unwrap();
     let point = point(listener.local_addr().unwrap().port(), 2);
-    let mut acceptor = Acceptor::new(point.clone());
+    let mut acceptor = Acceptor::new(listener, point.clone()).unwrap();
     let mut unauthenticated = Vec::new();
     for _ in 0..MAX_UNAUTHENTICATED + 2 {
         unauthenticated.push(connect(point.port));
-        acceptor.accept(&listener);
+        acceptor.accept();
     }
     let addresses = |peers: &[Pending]| peers.iter().map(|peer| peer.from).collect::<Vec<_>>();
     let oldest = unauthenticated[0].local_addr().unwrap();
     assert!(addresses(&acceptor.pending).contains(&oldest));
     unauthenticated.push(connect(point.port));
-    acceptor.accept(&listener);
+    acceptor.accept();
     assert!(!addresses(&acceptor.pending).contains(&oldest));
     assert_eq!(acceptor.pending.len(), MAX_UNAUTHENTICATED + 2);
 }
@@ -394,13 +398,12 @@ fn too_many_unauthenticated_clients_close_the_oldest() {
 #[test]
 fn a_poll_accepts_a_bounded_number_of_connections() {
     let listener = TcpListener::bind((HOST, 0)).unwrap();
-    listener.set_nonblocking(true).unwrap();
     let point = point(listener.local_addr().unwrap().port(), 2);
     let _strangers: Vec<TcpStream> = (0..=MAX_ACCEPTS_PER_POLL).map(|_| connect(point.port)).collect();
-    let mut acceptor = Acceptor::new(point);
-    acceptor.accept(&listener);
+    let mut acceptor = Acceptor::new(listener, point).unwrap();
+    acceptor.accept();
     assert_eq!(acceptor.pending.len(), MAX_ACCEPTS_PER_POLL);
-    acceptor.accept(&listener);
+    acceptor.accept();
     assert_eq!(acceptor.pending.len(), MAX_ACCEPTS_PER_POLL + 1);
 }
 
@@ -413,7 +416,7 @@ fn a_poll_reads_a_bounded_number_of_bytes_from_a_process() {
     (0..FRAMES).for_each(|_| sender.connection_mut(0).send(&frame));
     let (mut arrived, deadline) = (0, Instant::now() + LONG_TIMEOUT);
     while arrived < FRAMES && Instant::now() < deadline {
-        let (frames, _) = host.connection_mut(1).read();
+        let Arrived { frames, .. } = host.connection_mut(1).read();
         assert!(frames.len() * frame.len() <= 2 * connection::MAX_BYTES, "{} frames", frames.len());
         arrived += frames.len();
         sender.connection_mut(0).write();

@@ -16,17 +16,6 @@ impl fmt::Display for Host {
     }
 }
 
-/// Returns hosts for the first `num_ranks` ranks: each runs as many as it has slots, the last ones perhaps none.
-pub(super) fn first_slots(hosts: &[Host], num_ranks: usize) -> Vec<Host> {
-    let mut left = num_ranks;
-    let take = |host: &Host| {
-        let slots = left.min(host.slots);
-        left -= slots;
-        (slots > 0).then(|| Host { slots, ..host.clone() })
-    };
-    hosts.iter().filter_map(take).collect()
-}
-
 /// Parses the value of `--hosts`, such as `a:8,b:8`; a host without a number runs one rank.
 ///
 /// # Errors
@@ -52,29 +41,26 @@ pub(in crate::launch) fn parse_hosts(list: &str) -> Result<Vec<Host>, String> {
 pub(in crate::launch) fn read_hostfile(path: &Path) -> Result<Vec<Host>, String> {
     let text = ulysses::regular_file::read_to_string(path)
         .map_err(|error| format!("--hostfile: cannot read {}: {error}", path.display()))?;
-    parse_hostfile(&text).map_err(|(line, why)| match line {
-        Some(line) => format!("{}:{line}: {why}", path.display()),
-        None => format!("{}: {why}", path.display()),
-    })
+    parse_hostfile(&text).map_err(|why| format!("{}{why}", path.display()))
 }
 
-fn parse_hostfile(text: &str) -> Result<Vec<Host>, (Option<usize>, String)> {
+/// Parses a host file. An error is a message without the name of the file, which begins with `:LINE` if it has one.
+fn parse_hostfile(text: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for (index, line) in text.lines().enumerate() {
-        let at = |why: String| (Some(index + 1), why);
-        let line = line.split('#').next().unwrap_or_default();
+        let line = line.split('#').next().unwrap_or_default().trim();
         let words: Vec<&str> = line.split_whitespace().collect();
-        let (name, slots) = match words[..] {
-            [] => continue,
-            [name, slots] => (name, slots.strip_prefix("slots=")),
-            _ => ("", None),
+        let added = match words[..] {
+            [] => Ok(()),
+            [name, slots] if slots.starts_with("slots=") => {
+                parse_slots(&slots["slots=".len()..]).and_then(|slots| add(&mut hosts, name, slots))
+            }
+            _ => Err(format!("`{line}`: expected `HOST slots=N`")),
         };
-        let slots = slots.ok_or_else(|| at(format!("`{}`: expected `HOST slots=N`", line.trim())))?;
-        let slots = parse_slots(slots).map_err(at)?;
-        add(&mut hosts, name, slots).map_err(at)?;
+        added.map_err(|why| format!(":{}: {why}", index + 1))?;
     }
     match hosts.is_empty() {
-        true => Err((None, "no hosts: expected lines such as `worker-1 slots=8`".to_owned())),
+        true => Err(": no hosts: expected lines such as `worker-1 slots=8`".to_owned()),
         false => Ok(hosts),
     }
 }
@@ -116,25 +102,18 @@ mod tests {
     }
 
     #[test]
-    fn fewer_ranks_take_the_first_slots() {
-        let hosts = [host("a", 2), host("b", 2), host("c", 2)];
-        assert_eq!(first_slots(&hosts, 3), [host("a", 2), host("b", 1)]);
-        assert_eq!(first_slots(&hosts, 6), hosts);
-    }
-
-    #[test]
     fn malformed_lines_are_named_with_what_is_expected() {
         for (text, line, why) in [
-            ("a slots=2\nb", Some(2), "`b`: expected `HOST slots=N`"),
-            ("a slots=2 gpus=1", Some(1), "expected `HOST slots=N`"),
-            ("a slots=two", Some(1), "slots are `two`, expected a number from 1 to 1024"),
-            ("a slots=0", Some(1), "slots are `0`"),
-            ("a slots=1\n\na slots=1", Some(3), "host a is listed twice"),
-            ("-x slots=1", Some(1), "`-x` is not a host name"),
-            ("# nothing", None, "no hosts"),
+            ("a slots=2\nb", ":2: ", "`b`: expected `HOST slots=N`"),
+            ("a slots=2 gpus=1", ":1: ", "expected `HOST slots=N`"),
+            ("a slots=two", ":1: ", "slots are `two`, expected a number from 1 to 1024"),
+            ("a slots=0", ":1: ", "slots are `0`"),
+            ("a slots=1\n\na slots=1", ":3: ", "host a is listed twice"),
+            ("-x slots=1", ":1: ", "`-x` is not a host name"),
+            ("# nothing", ": ", "no hosts"),
         ] {
-            let (at, error) = parse_hostfile(text).unwrap_err();
-            assert!(at == line && error.contains(why), "{text}: {at:?} {error}");
+            let error = parse_hostfile(text).unwrap_err();
+            assert!(error.starts_with(line) && error.contains(why), "{text}: {error}");
         }
         for (list, why) in [("a:x", "--hosts a:x: slots are `x`"), ("a,,b", "`` is not"), ("a,a", "twice")] {
             let error = parse_hosts(list).unwrap_err();

@@ -5,99 +5,119 @@ pub(in crate::launch) mod mpirun;
 mod probe;
 
 use crate::failure::{Failure, OrFail};
-use crate::launch::job::{NoOtherNodes, Outcome};
-use crate::launch::job_spec::JobSpec;
+use crate::launch::job_spec::{FewerNodes, JobSpec};
 use crate::launch::output::Source;
 use crate::launch::rank_failure::RankFailure;
 use crate::launch::restart::Cause;
 use crate::launch::signals::Signals;
+use crate::launch::supervisor::{Ended, ProcessCommand, Supervisor};
 use crate::launch::training::Variation;
 use crate::output::{log_line, print};
-use anyhow::{Context, anyhow};
-use hosts::{Host, first_slots};
-use mpirun::{Placement, command, installed, shown};
+use anyhow::{Error, anyhow};
+use hosts::Host;
+pub(in crate::launch) use mpirun::Placement;
+use mpirun::{command, installed, shown};
 use probe::Probe;
 
-/// Runs a job of `num_ranks`, with restarts. `dry_run` prints the command instead.
+/// Prints the command of the first start instead of running it.
+pub(in crate::launch) fn print_command(job: &JobSpec, placement: &Placement) -> Result<(), Failure> {
+    check(job, placement)?;
+    let command = command(installed(), placement, &job.program, &job.arguments(&Variation::default()));
+    print(format_args!("{}\n", shown(&command)))
+}
+
+/// Runs a job, with restarts.
 pub(in crate::launch) fn run(
     job: &JobSpec,
-    mut hosts: Option<Vec<Host>>,
-    num_ranks: usize,
-    dry_run: bool,
+    supervisor: &Supervisor,
+    mut placement: Placement,
 ) -> Result<(), Failure> {
-    if let Some(hosts) = hosts.as_ref().filter(|hosts| job.min_nodes < hosts.len()) {
-        let fewest = hosts.iter().take(job.min_nodes).map(|host| host.slots).sum();
-        let refused = |message| anyhow!("--min-nodes {}: {message}", job.min_nodes);
-        job.smaller_mesh(fewest).map_err(refused).or_usage()?;
-    }
-    let signals = Signals::watch().context("cannot handle signals").or_run()?;
+    check(job, &placement)?;
+    let signals = Signals::watch().or_run()?;
     let launcher = installed();
-    let (mut restarts, mut variation) = (0, Variation::default());
-    let may_lose = |hosts: &&mut Vec<Host>| job.max_restarts > 0 || job.min_nodes < hosts.len();
-    let probe = match hosts.as_mut().filter(may_lose).filter(|_| !dry_run) {
-        Some(hosts) => Some(probe_before_start(job, hosts, &mut variation)?),
-        None => None,
-    };
+    let mut variation = Variation::default();
+    let probe = probe_before_start(job, &mut placement, &mut variation)?;
     loop {
         // The hosts that a smaller mesh leaves idle replace the next ones that are lost.
-        let used = hosts.as_ref().map(|hosts| match variation.smaller {
-            Some(mesh) => first_slots(hosts, mesh.sizes.num_ranks()),
-            None => hosts.clone(),
+        let used = variation.smaller.map_or_else(|| placement.clone(), |mesh| placement.on(mesh));
+        let mut command = command(launcher, &used, &job.program, &job.arguments(&variation));
+        variation.set_restart(&mut command);
+        let mut failure = None;
+        let commands = vec![ProcessCommand { source: Source::Mpirun(launcher), command }];
+        let ended = supervisor.run(commands, None, &signals, &mut |failed, _| {
+            failure = failure.take().or_else(|| failed.cloned());
+            None
         });
-        let placement = used.as_ref().map_or(Placement::Here(num_ranks), |used| Placement::Hosts(used));
-        let command = command(launcher, &placement, &job.program, &job.arguments(&variation));
-        if dry_run {
-            return print(format_args!("{}\n", shown(&command)));
-        }
-        let start = job.start(vec![(Source::Mpirun(launcher), command)], None, &variation);
-        let failure = match start.run(&signals, &mut NoOtherNodes).or_run()? {
-            Outcome::Done | Outcome::Interrupted => return Ok(()),
-            Outcome::Stopped { exit_code } => return Err(Failure::Ended { exit_code }),
-            Outcome::Failed(failure) => with_host(failure, used.as_deref()),
+        let failure = match (ended.or_run()?, failure) {
+            (Ended::Failed, Some(failure)) => with_host(failure, &used),
+            (Ended::Stopped(exit_code), _) => return Err(Failure::Ended { exit_code }),
+            _ => return Ok(()),
         };
-        let answers = hosts.as_deref().zip(probe.as_ref()).map(|(hosts, probe)| probe.split(hosts));
-        let (left, mut lost) = answers.unwrap_or_default();
-        lost.retain(|host| used.iter().flatten().any(|used| used.name == host.name));
-        if lost.is_empty() {
-            job.restart_after(&failure, &mut restarts, &mut variation)?;
-        } else {
-            let lost_hosts: Vec<String> = lost.into_iter().map(|host| host.name).collect();
-            let text = format!("cannot reach host {}; {failure}", lost_hosts.join(", "));
-            let cause = Cause { text, failed_rank: failure.rank, lost_hosts };
-            let fewer = job.on_fewer("host", left.iter().map(|host| host.slots));
-            let fewer = fewer.map_err(|why| anyhow!("{}; {why}", cause.text)).or_run()?;
-            let restarted = job.restart(cause, Some(fewer), &mut restarts, &mut variation);
-            restarted.map_err(anyhow::Error::msg).or_run()?;
-            hosts = Some(left);
+        let lost = match (&placement, &probe) {
+            (Placement::Hosts(hosts), Some(probe)) => probe.lost_since(hosts),
+            _ => Vec::new(),
+        };
+        let used_and_lost = lost.iter().map(|host| &host.name).filter(|name| used.has(name));
+        let lost_hosts: Vec<String> = used_and_lost.cloned().collect();
+        let (mut cause, mut fewer) = (Cause::from(&failure), None);
+        if !lost_hosts.is_empty() {
+            cause.text = format!("cannot reach host {}; {failure}", lost_hosts.join(", "));
+            cause.lost_hosts = lost_hosts;
+            fewer = Some(leave_out(&lost, &mut placement, job, &cause.text)?);
+        } else if failure.is_usage() {
+            return Err(Failure::Usage(anyhow!("{failure}")));
         }
+        variation = job.restart(cause, fewer, &variation).map_err(Error::msg).or_run()?;
     }
+}
+
+fn check(job: &JobSpec, placement: &Placement) -> Result<(), Failure> {
+    let slots = placement.slots();
+    job.check_min_nodes(slots.len(), slots).map_err(Error::msg).or_usage()
 }
 
 /// Probes the hosts. If the job may start without those that are lost, it gets a smaller mesh for the others.
 fn probe_before_start(
     job: &JobSpec,
-    hosts: &mut Vec<Host>,
+    placement: &mut Placement,
     variation: &mut Variation,
-) -> Result<Probe, Failure> {
-    let (probe, lost) = Probe::new(hosts);
-    if !lost.is_empty() && job.min_nodes < hosts.len() {
+) -> Result<Option<Probe>, Failure> {
+    let Placement::Hosts(hosts) = placement else { return Ok(None) };
+    let may_start_without = job.min_nodes < hosts.len();
+    if job.max_restarts == 0 && !may_start_without {
+        return Ok(None);
+    }
+    let probe = Probe::new(hosts);
+    let lost = probe.lost_at_first();
+    if !lost.is_empty() && may_start_without {
         let names = lost.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ");
-        hosts.retain(|host| !lost.contains(host));
-        let fewer = job.on_fewer("host", hosts.iter().map(|host| host.slots));
-        let fewer = fewer.map_err(|why| anyhow!("cannot reach host {names}; {why}")).or_run()?;
-        log_line(format_args!("launch: cannot reach host {names}; the job starts{fewer}"));
+        let reason = format!("cannot reach host {names}");
+        let fewer = leave_out(&lost, placement, job, &reason)?;
+        log_line(format_args!("launch: {reason}; the job starts{fewer}"));
         variation.smaller = fewer.mesh;
     }
-    Ok(probe)
+    Ok(Some(probe))
+}
+
+/// Removes the lost hosts, and returns what is left.
+///
+/// # Errors
+/// `reason` and why the job cannot run on the other hosts.
+fn leave_out(
+    lost: &[Host],
+    placement: &mut Placement,
+    job: &JobSpec,
+    reason: &str,
+) -> Result<FewerNodes, Failure> {
+    if let Placement::Hosts(hosts) = placement {
+        hosts.retain(|host| !lost.contains(host));
+    }
+    job.on_fewer("host", placement.slots()).map_err(|why| anyhow!("{reason}; {why}")).or_run()
 }
 
 /// Adds the name of the failed rank's host: `mpirun` fills the hosts in order.
-fn with_host(failure: RankFailure, hosts: Option<&[Host]>) -> RankFailure {
-    let (Some(rank), Some(hosts)) = (failure.rank, hosts) else { return failure };
-    let mut first = 0;
-    let host = hosts.iter().find(|host| {
-        first += host.slots;
-        rank < first
-    });
-    failure.on_host(host.map(|host| host.name.clone()))
+fn with_host(failure: RankFailure, used: &Placement) -> RankFailure {
+    let (Some(rank), Placement::Hosts(hosts)) = (failure.rank, used) else { return failure };
+    let mut slots = hosts.iter().flat_map(|host| std::iter::repeat_n(&host.name, host.slots));
+    failure.on_host(slots.nth(rank).cloned())
 }

@@ -2,8 +2,9 @@
 
 use super::hosts::Host;
 use crate::launch::output::{MpiLauncher, Source};
-use crate::launch::processes::{Process, processes};
+use crate::launch::processes::{processes, wait_until};
 use crate::launch::running::Running;
+use crate::launch::training::SmallerMesh;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -17,11 +18,12 @@ const EXPORTED: [&str; 4] = ["LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RUST_BACKTRA
 const EXPORTED_PREFIXES: [&str; 2] = ["NCCL_", "ULYSSES_"];
 
 /// Where `mpirun` starts the ranks.
-pub(super) enum Placement<'a> {
+#[derive(Clone)]
+pub(in crate::launch) enum Placement {
     /// This many on this machine.
     Here(usize),
     /// On each host as many as it has slots.
-    Hosts(&'a [Host]),
+    Hosts(Vec<Host>),
 }
 
 /// Returns which `mpirun` is installed: Hydra if it says so, otherwise Open MPI.
@@ -33,13 +35,7 @@ pub(super) fn installed() -> MpiLauncher {
         .stderr(Stdio::null())
         .spawn();
     let Ok(mut child) = child else { return MpiLauncher::OpenMpi };
-    let deadline = Instant::now() + VERSION_TIMEOUT;
-    while child.try_wait().is_ok_and(|status| status.is_none()) && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    if !child.try_wait().is_ok_and(|status| status.is_some()) {
-        // It has just ended, or hangs.
-        let _ = child.kill().and_then(|()| child.wait());
+    if wait_until(Instant::now() + VERSION_TIMEOUT, &mut child).is_none() {
         return MpiLauncher::OpenMpi;
     }
     let text = child.wait_with_output().map(|output| output.stdout).unwrap_or_default();
@@ -52,7 +48,7 @@ pub(super) fn installed() -> MpiLauncher {
 /// Returns the command that starts the ranks.
 pub(super) fn command(
     launcher: MpiLauncher,
-    placement: &Placement<'_>,
+    placement: &Placement,
     program: &std::path::Path,
     arguments: &[String],
 ) -> Command {
@@ -66,8 +62,8 @@ pub(super) fn command(
 }
 
 /// `--bind-to none`: ranks divide the cores themselves.
-fn open_mpi(command: &mut Command, placement: &Placement<'_>) {
-    command.args(["-np", &placement.num_ranks().to_string(), "--tag-output", "--bind-to", "none"]);
+fn open_mpi(command: &mut Command, placement: &Placement) {
+    command.args(["-np", &placement.num_ranks(), "--tag-output", "--bind-to", "none"]);
     let Placement::Hosts(hosts) = placement else {
         command.arg("--oversubscribe");
         return;
@@ -83,8 +79,8 @@ fn open_mpi(command: &mut Command, placement: &Placement<'_>) {
     }
 }
 
-fn hydra(command: &mut Command, placement: &Placement<'_>) {
-    command.args(["-n", &placement.num_ranks().to_string(), "-prepend-rank", "-bind-to", "none"]);
+fn hydra(command: &mut Command, placement: &Placement) {
+    command.args(["-n", &placement.num_ranks(), "-prepend-rank", "-bind-to", "none"]);
     let Placement::Hosts(hosts) = placement else { return };
     command.args(["-hosts", &host_list(hosts)]);
     command.arg("-wdir").arg(working_directory());
@@ -127,12 +123,30 @@ pub(super) fn shown(command: &Command) -> String {
     words.map(quoted).collect::<Vec<_>>().join(" ")
 }
 
-impl Placement<'_> {
-    fn num_ranks(&self) -> usize {
-        match self {
-            Self::Here(ranks) => *ranks,
-            Self::Hosts(hosts) => hosts.iter().map(|host| host.slots).sum(),
-        }
+impl Placement {
+    /// Returns the number of ranks on each machine.
+    pub(in crate::launch) fn slots(&self) -> std::vec::IntoIter<usize> {
+        let slots = match self {
+            Self::Here(ranks) => vec![*ranks],
+            Self::Hosts(hosts) => hosts.iter().map(|host| host.slots).collect(),
+        };
+        slots.into_iter()
+    }
+
+    /// Returns the placement of the ranks of a smaller mesh: hosts that it does not need are left out.
+    pub(super) fn on(&self, mesh: SmallerMesh) -> Self {
+        let Self::Hosts(hosts) = self else { return Self::Here(mesh.sizes.num_ranks()) };
+        let hosts = hosts.iter().zip(mesh.fill(self.slots())).filter(|(_, slots)| *slots > 0);
+        Self::Hosts(hosts.map(|(host, slots)| Host { slots, ..host.clone() }).collect())
+    }
+
+    /// Returns whether ranks run on a host.
+    pub(super) fn has(&self, name: &str) -> bool {
+        matches!(self, Self::Hosts(hosts) if hosts.iter().any(|host| host.name == name))
+    }
+
+    fn num_ranks(&self) -> String {
+        self.slots().sum::<usize>().to_string()
     }
 }
 
@@ -146,7 +160,11 @@ pub(in crate::launch) struct MpirunRanks {
 
 impl MpirunRanks {
     /// Returns whether `mpirun` has been running for `grace` without ranks, or without reaping one that ended.
-    pub(in crate::launch) fn have_ended(&mut self, processes: &[Running], grace: Duration) -> bool {
+    pub(in crate::launch) fn has_outlived_its_ranks(
+        &mut self,
+        processes: &[Running],
+        grace: Duration,
+    ) -> bool {
         let is_mpirun =
             |process: &&Running| matches!(process.source, Source::Mpirun(_)) && process.status.is_none();
         let Some(mpirun) = processes.iter().find(is_mpirun) else { return false };
@@ -154,19 +172,14 @@ impl MpirunRanks {
             return false;
         }
         self.last_poll = Some(Instant::now());
-        self.update(&self::processes(), mpirun.child.id());
+        let mut ranks = self::processes();
+        ranks.retain(|process| process.parent == mpirun.child.id());
+        self.have_started |= !ranks.is_empty();
+        let have_ended = ranks.is_empty() || ranks.iter().any(|rank| rank.is_zombie);
+        let since = self.ended_since.unwrap_or_else(Instant::now);
+        self.ended_since = (self.have_started && have_ended).then_some(since);
         // Ended ranks are normally reaped at once.
         let grace = grace.max(2 * MPIRUN_POLL_INTERVAL);
         self.ended_since.is_some_and(|since| since.elapsed() >= grace)
-    }
-
-    fn update(&mut self, all: &[Process], mpirun: u32) {
-        let ranks: Vec<&Process> = all.iter().filter(|process| process.parent == mpirun).collect();
-        self.have_started |= !ranks.is_empty();
-        let have_ended = ranks.is_empty() || ranks.iter().any(|rank| rank.is_zombie);
-        match self.have_started && have_ended {
-            true => self.ended_since = self.ended_since.or_else(|| Some(Instant::now())),
-            false => self.ended_since = None,
-        }
     }
 }

@@ -1,6 +1,7 @@
 //! Which hosts of `mpirun` can still be reached, by the program with which it reaches them.
 
 use super::hosts::Host;
+use crate::launch::processes::wait_until;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -8,37 +9,38 @@ use ulysses::comm::host_name;
 
 /// Time limit for all hosts together.
 const TIMEOUT: Duration = Duration::from_secs(10);
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Variables with which users replace `ssh`, in Open MPI and in Hydra.
 const AGENTS: [&str; 2] = ["OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER_EXEC"];
 
-/// The hosts that answered before the first start. Others cannot be judged later: `mpirun` may reach them without `ssh`, as
-/// under SLURM.
+/// How hosts answered before the first start. Those without an answer cannot be judged later: `mpirun` may reach them without
+/// `ssh`, as under SLURM.
 pub(super) struct Probe {
     answered: Vec<Host>,
+    silent: Vec<Host>,
 }
 
 impl Probe {
-    /// Probes the hosts before the first start. Also returns those that are lost: they do not answer, and another machine does.
-    pub(super) fn new(hosts: &[Host]) -> (Self, Vec<Host>) {
+    /// Probes the hosts before the first start.
+    pub(super) fn new(hosts: &[Host]) -> Self {
         let answers = answers(hosts);
         let with = |wanted| {
-            let answered = hosts.iter().zip(&answers).filter(move |(_, answer)| **answer == Some(wanted));
-            answered.map(|(host, _)| host.clone())
+            let hosts = hosts.iter().zip(&answers).filter(move |(_, answer)| **answer == Some(wanted));
+            hosts.map(|(host, _)| host.clone()).collect()
         };
-        let answered: Vec<Host> = with(true).collect();
-        let is_lost = |host: &Host| !answered.is_empty() && !resolves_to_this_machine(&host.name);
-        let lost = with(false).filter(is_lost).collect();
-        (Self { answered }, lost)
+        Self { answered: with(true), silent: with(false) }
     }
 
-    /// Splits hosts into those that are left, and the lost ones: they answered at first, and no longer do.
-    pub(super) fn split(&self, hosts: &[Host]) -> (Vec<Host>, Vec<Host>) {
+    /// Returns the hosts that are lost before the first start: they do not answer, and another machine does.
+    pub(super) fn lost_at_first(&self) -> Vec<Host> {
+        let is_lost = |host: &&Host| !self.answered.is_empty() && !resolves_to_this_machine(&host.name);
+        self.silent.iter().filter(is_lost).cloned().collect()
+    }
+
+    /// Returns those of `hosts` that are lost since: they answered at first, and no longer do.
+    pub(super) fn lost_since(&self, hosts: &[Host]) -> Vec<Host> {
         let answers = hosts.iter().zip(answers(hosts));
-        let (left, lost): (Vec<_>, Vec<_>) =
-            answers.partition(|(host, answer)| *answer != Some(false) || !self.answered.contains(host));
-        let hosts = |of: Vec<(&Host, _)>| of.into_iter().map(|(host, _)| host.clone()).collect();
-        (hosts(left), hosts(lost))
+        let is_lost = |(host, answer): &(&Host, _)| *answer == Some(false) && self.answered.contains(host);
+        answers.filter(is_lost).map(|(host, _)| host.clone()).collect()
     }
 }
 
@@ -46,16 +48,7 @@ impl Probe {
 fn answers(hosts: &[Host]) -> Vec<Option<bool>> {
     let probes: Vec<Option<Child>> = hosts.iter().map(|host| probe(&host.name)).collect();
     let deadline = Instant::now() + TIMEOUT;
-    let has_answered = |mut child: Child| loop {
-        match child.try_wait() {
-            Ok(Some(status)) => return status.success(),
-            Ok(None) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
-            _ => {
-                let _ = child.kill().and_then(|()| child.wait());
-                return false;
-            }
-        }
-    };
+    let has_answered = |mut child| wait_until(deadline, &mut child).is_some_and(|status| status.success());
     probes.into_iter().map(|probe| probe.map(has_answered)).collect()
 }
 
@@ -93,10 +86,10 @@ mod tests {
         // Names of the reserved domain `.invalid` never resolve, so no `ssh` reaches them.
         let [here, far, farther] = ["127.0.0.1", "far.invalid", "farther.invalid"].map(host);
         let hosts = [here.clone(), far.clone(), farther.clone()];
-        let (probe, lost_at_first) = Probe::new(&hosts);
-        assert_eq!((probe.split(&hosts), lost_at_first), ((hosts.to_vec(), Vec::new()), Vec::new()));
-        let probe = Probe { answered: vec![here.clone(), far.clone()] };
-        assert_eq!(probe.split(&hosts), (vec![here, farther], vec![far]));
+        let probe = Probe::new(&hosts);
+        assert_eq!((probe.lost_since(&hosts), probe.lost_at_first()), (Vec::new(), Vec::new()));
+        let probe = Probe { answered: vec![here, far.clone()], silent: vec![farther] };
+        assert_eq!(probe.lost_since(&hosts), [far]);
     }
 
     #[test]

@@ -1,15 +1,16 @@
 //! Node 0's decisions: who runs which ranks, who failed first, and whether the job starts once more.
 
-use super::super::job_spec::{FewerNodes, JobSpec};
-use super::super::ranks::free_port;
+use super::super::job_spec::JobSpec;
 use super::super::restart::Cause;
+use super::super::supervisor::Ended;
 use super::super::training::{SmallerMesh, Variation};
-use super::messages::{Ended, JobResult, NodeFailure, NodeInfo, StartPlan};
+use super::messages::{JobResult, NodeFailure, NodeInfo, StartPlan};
 use super::{read, text};
 use crate::output::log_line;
 use anyhow::Context;
 use std::collections::{BTreeMap, BTreeSet};
-use ulysses::comm::store::{JobStore, NodeEndpoint, NodeLoss, NodeStore};
+use std::net::TcpListener;
+use ulysses::comm::store::{JobStore, LostNode, NodeEndpoint, NodeLoss, NodeStore};
 
 /// Node 0's view of the job.
 pub(super) struct Coordinator {
@@ -23,7 +24,6 @@ pub(super) struct Coordinator {
     infos: BTreeMap<usize, NodeInfo>,
     /// The last start that was planned.
     plan: Option<StartPlan>,
-    restarts: u32,
     /// The store of the planned ranks, before they are started.
     rank_store: Option<JobStore>,
     failures: Failures,
@@ -32,7 +32,7 @@ pub(super) struct Coordinator {
 /// The failures of a start.
 #[derive(Default)]
 struct Failures {
-    lost: Vec<(usize, NodeLoss)>,
+    lost: Vec<LostNode>,
     /// In the order of their arrival.
     reported: Vec<NodeFailure>,
     /// The ranks' own report: the first rank that failed, and how.
@@ -49,10 +49,14 @@ impl Coordinator {
             nodes: (0..endpoint.num_nodes).filter(|node| !missing.contains(node)).collect(),
             infos: BTreeMap::new(),
             plan: None,
-            restarts: 0,
             rank_store: None,
             failures: Failures::default(),
         }
+    }
+
+    /// Returns the number of the current start.
+    fn start(&self) -> u32 {
+        self.plan.as_ref().map_or(0, |plan| plan.variation.restarts())
     }
 
     pub(super) fn take_rank_store(&mut self) -> Option<JobStore> {
@@ -60,31 +64,27 @@ impl Coordinator {
     }
 
     /// Notes lost nodes and failures, and asks all nodes to stop after the first.
-    pub(super) fn watch(
-        &mut self,
-        lost: &[(usize, NodeLoss)],
-        nodes: &mut NodeStore,
-        rank_store: Option<&JobStore>,
-    ) {
-        for (node, loss) in lost {
-            self.nodes.remove(node);
-            if self.is_idle(*node) {
-                let lost = self.describe_loss(*node, *loss);
+    pub(super) fn watch(&mut self, lost: &[LostNode], nodes: &mut NodeStore, rank_store: Option<&JobStore>) {
+        for lost in lost {
+            self.nodes.remove(&lost.node);
+            if self.is_idle(lost.node) {
+                let lost = self.describe(*lost);
                 log_line(format_args!("launch: {lost}; it had no ranks, so the job continues"));
             } else {
-                self.failures.lost.push((*node, *loss));
+                self.failures.lost.push(*lost);
             }
         }
-        for node in self.nodes.clone() {
-            let is_new = self.failures.reported.iter().all(|failure| failure.node != node);
-            let reported = read(nodes, &format!("failed/{}/{node}", self.restarts)).filter(|_| is_new);
+        let start = self.start();
+        for node in &self.nodes {
+            let is_new = self.failures.reported.iter().all(|failure| failure.node != *node);
+            let reported = read(nodes, &format!("failed/{start}/{node}")).filter(|_| is_new);
             self.failures.reported.extend(reported);
         }
         if let Some(store) = rank_store {
             self.failures.first_rank = store.first_failed();
             self.failures.by_ranks = store.failure().map(str::to_owned);
         }
-        let stop = format!("stop/{}", self.restarts);
+        let stop = format!("stop/{start}");
         if nodes.get(&stop).is_none()
             && let Some(reason) = self.failure()
         {
@@ -109,7 +109,7 @@ impl Coordinator {
             Some(Err(result)) => return nodes.set("result", &text(&result)),
         };
         match self.open(plan, nodes) {
-            Ok(plan) => nodes.set(&format!("plan/{}", self.restarts), &text(&plan)),
+            Ok(plan) => nodes.set(&format!("plan/{}", self.start()), &text(&plan)),
             Err(error) => nodes.set("result", &text(&JobResult::failed(format!("{error:#}")))),
         }
     }
@@ -132,20 +132,17 @@ impl Coordinator {
         if let Some(refused) = refused {
             return Some(Err(JobResult::refused(refused)));
         }
-        let ranks = self.offered();
-        if job.min_nodes < self.num_nodes {
-            let fewest = ranks.values().take(job.min_nodes).sum();
-            if let Err(message) = job.smaller_mesh(fewest) {
-                return Some(Err(JobResult::refused(format!("--min-nodes {}: {message}", job.min_nodes))));
-            }
+        if let Err(message) = job.check_min_nodes(self.num_nodes, self.slots()) {
+            return Some(Err(JobResult::refused(message)));
         }
         if self.nodes.len() == self.num_nodes {
-            return Some(Ok(StartPlan::new(ranks, Variation::default())));
+            return Some(Ok(StartPlan::new(self.ranks_on(None), Variation::default())));
         }
-        Some(self.on_fewer(job).map_err(JobResult::failed).map(|(ranks, fewer)| {
+        Some(job.on_fewer("node", self.slots()).map_err(JobResult::failed).map(|fewer| {
             let missing: Vec<usize> = (0..self.num_nodes).filter(|node| !self.nodes.contains(node)).collect();
             log_line(format_args!("launch: nodes {missing:?} did not join in time; the job starts{fewer}"));
-            StartPlan::new(ranks, Variation { smaller: fewer.mesh, ..Variation::default() })
+            let variation = Variation { smaller: fewer.mesh, ..Variation::default() };
+            StartPlan::new(self.ranks_on(fewer.mesh), variation)
         }))
     }
 
@@ -157,7 +154,7 @@ impl Coordinator {
         nodes: &NodeStore,
     ) -> Option<Result<StartPlan, JobResult>> {
         let ended: Option<Vec<Ended>> =
-            self.nodes.iter().map(|node| read(nodes, &format!("ended/{}/{node}", self.restarts))).collect();
+            self.nodes.iter().map(|node| read(nodes, &format!("ended/{}/{node}", self.start()))).collect();
         let ended = ended?;
         let stopped = ended.iter().filter_map(|ended| match ended {
             Ended::Stopped(exit_code) => Some(*exit_code),
@@ -167,11 +164,11 @@ impl Coordinator {
         if let Some(exit_code) = stopped.min() {
             return Some(Err(JobResult::stopped(exit_code)));
         }
-        let Some(reason) = self.failure() else { return Some(Err(JobResult::done())) };
-        if self.failures.reported.iter().any(|failure| failure.is_usage) {
-            return Some(Err(JobResult::refused(reason)));
+        let Some(message) = self.failure() else { return Some(Err(JobResult::done())) };
+        if let Some(exit_code) = self.failures.reported.iter().find_map(|failure| failure.final_exit_code) {
+            return Some(Err(JobResult { exit_code, message }));
         }
-        Some(self.restart(last, reason, job).map_err(JobResult::failed))
+        Some(self.restart(last, message, job).map_err(JobResult::failed))
     }
 
     /// Plans a restart on the nodes that are left.
@@ -179,36 +176,33 @@ impl Coordinator {
     /// # Errors
     /// Why the job cannot continue.
     fn restart(&mut self, last: &StartPlan, reason: String, job: &JobSpec) -> Result<StartPlan, String> {
-        let (mut variation, mut ranks) = (last.variation.clone(), last.ranks.clone());
-        let mut fewer = None;
+        let (mut fewer, mut ranks) = (None, last.ranks.clone());
         if !self.failures.lost.is_empty() {
-            let (left, nodes) = self.on_fewer(job).map_err(|why| format!("{reason}; {why}"))?;
-            (ranks, fewer) = (left, Some(nodes));
+            let left = job.on_fewer("node", self.slots()).map_err(|why| format!("{reason}; {why}"))?;
+            (fewer, ranks) = (Some(left), self.ranks_on(left.mesh));
         }
-        job.restart(self.cause(reason), fewer, &mut self.restarts, &mut variation)?;
+        let variation = job.restart(self.cause(reason), fewer, &last.variation)?;
         self.failures = Failures::default();
         Ok(StartPlan::new(ranks, variation))
     }
 
-    /// Returns the ranks of the nodes that are left, with their mesh.
-    ///
-    /// # Errors
-    /// Why the job cannot run on them.
-    fn on_fewer(&self, job: &JobSpec) -> Result<(BTreeMap<usize, usize>, FewerNodes), String> {
-        let offered = self.offered();
-        let fewer = job.on_fewer("node", offered.values().copied())?;
-        let ranks = fewer.mesh.map_or_else(|| offered.clone(), |mesh| first_ranks(&offered, mesh));
-        Ok((ranks, fewer))
+    /// Returns the number of ranks that each node that is left may run.
+    fn slots(&self) -> impl ExactSizeIterator<Item = usize> {
+        self.nodes.iter().map(|node| self.infos[node].num_processes)
     }
 
-    /// Returns the number of processes of each node that is left.
-    fn offered(&self) -> BTreeMap<usize, usize> {
-        self.nodes.iter().map(|node| (*node, self.infos[node].num_processes)).collect()
+    /// Returns the number of ranks of each node that is left: as many as it may run, or as a smaller mesh needs.
+    fn ranks_on(&self, mesh: Option<SmallerMesh>) -> BTreeMap<usize, usize> {
+        let ranks: Vec<usize> = match mesh {
+            Some(mesh) => mesh.fill(self.slots()).collect(),
+            None => self.slots().collect(),
+        };
+        self.nodes.iter().copied().zip(ranks).filter(|(_, ranks)| *ranks > 0).collect()
     }
 
     fn cause(&self, text: String) -> Cause {
         let Failures { lost, first_rank, .. } = &self.failures;
-        let host = |(node, _): &(usize, NodeLoss)| Some(self.infos.get(node)?.host.clone());
+        let host = |lost: &LostNode| Some(self.infos.get(&lost.node)?.host.clone());
         let failed_rank = match lost.is_empty() {
             true => first_rank.or(self.first_report().and_then(|failure| failure.rank)),
             false => None,
@@ -220,9 +214,11 @@ impl Coordinator {
     fn open(&mut self, mut plan: StartPlan, nodes: &NodeStore) -> anyhow::Result<StartPlan> {
         let secret = nodes.rank_secret(&plan.nonce);
         let world_size = plan.ranks.values().sum();
-        let store = JobStore::listen_for_nodes(&self.host, nodes.bind(), world_size, secret);
+        let store = JobStore::listen(&self.host, nodes.bind(), world_size, &secret);
         let store = store.with_context(|| format!("cannot open the store of the ranks at {}", self.host))?;
-        (plan.store_port, plan.master_port) = (store.port(), free_port()?);
+        plan.store_port = store.port();
+        // PyTorch programs meet at a port of their own.
+        plan.master_port = TcpListener::bind(("0.0.0.0", 0))?.local_addr()?.port();
         self.rank_store = Some(store);
         self.plan = Some(plan.clone());
         Ok(plan)
@@ -232,8 +228,8 @@ impl Coordinator {
     /// other which was first, and otherwise the first report counts.
     fn failure(&self) -> Option<String> {
         let Failures { lost, by_ranks, .. } = &self.failures;
-        if let Some((node, loss)) = lost.first() {
-            return Some(self.describe_loss(*node, *loss));
+        if let Some(lost) = lost.first() {
+            return Some(self.describe(*lost));
         }
         let text = &self.first_report()?.text;
         Some(match by_ranks {
@@ -251,7 +247,7 @@ impl Coordinator {
         named.or_else(|| reported.first())
     }
 
-    fn describe_loss(&self, node: usize, loss: NodeLoss) -> String {
+    fn describe(&self, LostNode { node, loss }: LostNode) -> String {
         let host = self.infos.get(&node).map_or("host unknown", |info| &info.host);
         let ranks = self.plan.as_ref().and_then(|plan| {
             let first: usize = plan.ranks.range(..node).map(|(_, count)| count).sum();
@@ -265,33 +261,19 @@ impl Coordinator {
     }
 }
 
-/// Returns the ranks of a smaller mesh: each node runs as many as it offers, the last ones perhaps none.
-fn first_ranks(offered: &BTreeMap<usize, usize>, mesh: SmallerMesh) -> BTreeMap<usize, usize> {
-    let mut left = mesh.sizes.num_ranks();
-    let take = |(node, count): (&usize, &usize)| {
-        let taken = left.min(*count);
-        left -= taken;
-        (taken > 0).then_some((*node, taken))
-    };
-    offered.iter().filter_map(take).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::super::training::tests::training;
     use super::*;
     use serde_json::json;
-    use std::time::Duration;
-    use ulysses::mesh::MeshShape;
 
     fn failure(node: usize, rank: usize) -> NodeFailure {
-        NodeFailure { node, rank: Some(rank), text: format!("rank {rank} ended"), is_usage: false }
+        NodeFailure { node, rank: Some(rank), text: format!("rank {rank} ended"), final_exit_code: None }
     }
 
     #[test]
     fn the_root_cause_is_a_lost_node_or_the_rank_that_others_blame_or_the_first_report() {
-        let endpoint = NodeEndpoint { host: "n0".into(), port: 1, node: 0, num_nodes: 3 };
-        let mut coordinator = Coordinator::new(&endpoint, &BTreeSet::new());
+        let mut coordinator = coordinator(&[]);
         assert_eq!(coordinator.failure(), None);
         coordinator.failures.reported = vec![failure(0, 1), failure(1, 2)];
         assert_eq!(coordinator.failure().unwrap(), "rank 1 ended");
@@ -302,23 +284,20 @@ mod tests {
         assert_eq!(coordinator.failure().unwrap(), reported);
         let ranks = BTreeMap::from([(0, 2), (1, 2), (2, 2)]);
         coordinator.plan = Some(StartPlan::new(ranks, Variation::default()));
-        coordinator.failures.lost = vec![(2, NodeLoss::Silent)];
+        coordinator.failures.lost = vec![LostNode { node: 2, loss: NodeLoss::Silent }];
         let lost = "node 2 (host unknown, ranks 4 to 5) sent no heartbeat";
         assert_eq!(coordinator.failure().unwrap(), lost);
     }
 
-    /// Returns the endpoint of a job that has only node 0, and its store.
-    fn alone() -> (NodeEndpoint, NodeStore) {
-        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let alone = NodeEndpoint { host: "127.0.0.1".into(), port: free.port(), node: 0, num_nodes: 1 };
-        let timeout = Duration::from_secs(10);
-        let nodes = NodeStore::meet(&alone, 1, |_| None, timeout, timeout).unwrap();
-        (alone, nodes)
+    /// Node 0 of three, of which some are missing.
+    fn coordinator(missing: &[usize]) -> Coordinator {
+        let endpoint = NodeEndpoint { host: "127.0.0.1".into(), port: 1, node: 0, num_nodes: 3 };
+        Coordinator::new(&endpoint, &missing.iter().copied().collect())
     }
 
     #[test]
     fn a_start_without_a_node_has_the_next_smaller_mesh() {
-        let ((alone, mut nodes), place) = (alone(), tempfile::tempdir().unwrap());
+        let (mut nodes, place) = (NodeStore::alone().unwrap(), tempfile::tempdir().unwrap());
         let batch = json!({ "train_micro_batch_size_per_gpu": 1 });
         let training = Some(training(&place, batch, &["--mesh", "3x2"]));
         let job = JobSpec {
@@ -327,12 +306,8 @@ mod tests {
             training,
             max_restarts: 0,
             min_nodes: 2,
-            grace: Duration::ZERO,
-            logs: None,
-            memory: None,
         };
-        let endpoint = NodeEndpoint { num_nodes: 3, ..alone };
-        let mut coordinator = Coordinator::new(&endpoint, &BTreeSet::from([1]));
+        let mut coordinator = coordinator(&[1]);
         nodes.set("node/0", &text(&NodeInfo::new(&job, 2)));
         assert!(coordinator.first_plan(&job, &nodes).is_none(), "node 2 has joined, but not yet reported");
         nodes.set("node/2", &text(&NodeInfo::new(&job, 2)));
@@ -344,30 +319,14 @@ mod tests {
 
     #[test]
     fn the_loss_of_a_node_without_ranks_is_no_failure() {
-        let (alone, mut nodes) = alone();
-        let mut coordinator = Coordinator::new(&NodeEndpoint { num_nodes: 3, ..alone }, &BTreeSet::new());
+        let (mut nodes, mut coordinator) = (NodeStore::alone().unwrap(), coordinator(&[]));
         let ranks = BTreeMap::from([(0, 2), (1, 2)]);
         coordinator.plan = Some(StartPlan::new(ranks, Variation::default()));
-        coordinator.watch(&[(2, NodeLoss::Ended)], &mut nodes, None);
+        coordinator.watch(&[LostNode { node: 2, loss: NodeLoss::Ended }], &mut nodes, None);
         assert_eq!((coordinator.failure(), nodes.get("stop/0")), (None, None));
         assert_eq!(coordinator.nodes, BTreeSet::from([0, 1]), "no restart counts on it");
-        coordinator.watch(&[(1, NodeLoss::Ended)], &mut nodes, None);
+        coordinator.watch(&[LostNode { node: 1, loss: NodeLoss::Ended }], &mut nodes, None);
         let stop = nodes.get("stop/0").unwrap();
         assert!(stop.contains("node 1 (host unknown, ranks 2 to 3) left the job"), "{stop}");
-    }
-
-    #[test]
-    fn a_smaller_mesh_takes_the_first_ranks() {
-        let mesh = |dp, sp| SmallerMesh {
-            sizes: MeshShape::dp_sp(dp, sp),
-            ring_size: None,
-            shard_size: None,
-            replaces_key: false,
-            batch_size: 4,
-            micro_batch_size: 1,
-        };
-        let offered = BTreeMap::from([(0, 2), (2, 2), (3, 2)]);
-        assert_eq!(first_ranks(&offered, mesh(2, 2)), BTreeMap::from([(0, 2), (2, 2)]));
-        assert_eq!(first_ranks(&offered, mesh(1, 3)), BTreeMap::from([(0, 2), (2, 1)]));
     }
 }

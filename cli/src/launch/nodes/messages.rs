@@ -1,9 +1,8 @@
 //! The messages between the launchers of a job.
 
-use super::super::job::Outcome;
 use super::super::job_spec::JobSpec;
 use super::super::rank_failure::RankFailure;
-use super::super::training::Variation;
+use super::super::training::{Training, Variation};
 use crate::failure::Failure;
 use anyhow::anyhow;
 use serde::{Deserialize, Serialize};
@@ -40,31 +39,21 @@ pub(super) struct NodeFailure {
     pub(super) node: usize,
     pub(super) rank: Option<usize>,
     pub(super) text: String,
-    /// Whether arguments or config are invalid, so that a restart would fail again.
-    pub(super) is_usage: bool,
-}
-
-/// The way in which the ranks of a node ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Ended {
-    Done,
-    /// Stopped by a signal, with this exit code.
-    Stopped(u8),
-    /// A rank of this node or of another failed.
-    Failed,
+    /// The exit code of the job, if a restart would fail again.
+    pub(super) final_exit_code: Option<u8>,
 }
 
 /// The result of the job: an exit code, and a message unless it is 0.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct JobResult {
-    exit_code: u8,
-    message: String,
+    pub(super) exit_code: u8,
+    pub(super) message: String,
 }
 
 impl NodeInfo {
     pub(super) fn new(job: &JobSpec, num_processes: usize) -> Self {
         let settings = (&job.program, &job.arguments, job.max_restarts, job.min_nodes);
-        let config = job.training.as_ref().map(|(training, _)| training.config_bytes());
+        let config = job.training.as_ref().map(Training::config_bytes);
         let hash = |bytes: &[u8]| blake3::hash(bytes).to_hex().to_string();
         Self {
             host: host_name().unwrap_or_else(|| "unknown host".to_owned()),
@@ -96,22 +85,9 @@ impl StartPlan {
 }
 
 impl NodeFailure {
-    pub(super) fn of_rank(node: usize, failure: &RankFailure) -> Self {
-        Self { node, rank: failure.rank, text: failure.to_string(), is_usage: failure.is_usage() }
-    }
-
-    pub(super) fn of_node(node: usize, text: String) -> Self {
-        Self { node, rank: None, text, is_usage: false }
-    }
-}
-
-impl From<Outcome> for Ended {
-    fn from(outcome: Outcome) -> Self {
-        match outcome {
-            Outcome::Done => Self::Done,
-            Outcome::Stopped { exit_code } => Self::Stopped(exit_code),
-            Outcome::Failed(_) | Outcome::Interrupted => Self::Failed,
-        }
+    pub(super) fn new(node: usize, failure: &RankFailure) -> Self {
+        let final_exit_code = failure.is_usage().then_some(2);
+        Self { node, rank: failure.rank, text: failure.to_string(), final_exit_code }
     }
 }
 

@@ -1,6 +1,6 @@
-//! Jobs on several machines whose ranks `launch` starts itself, with one launcher on each machine (torchrun's agents).
+//! Jobs whose ranks `launch` starts itself, with one launcher on each machine (torchrun's agents).
 //!
-//! The launchers meet in a store that node 0 hosts. Node 0 plans each start (`coordinator.rs`): which node runs which
+//! The launchers meet in a store that node 0 hosts; on one machine, it is alone there. Node 0 plans each start (`coordinator.rs`): which node runs which
 //! ranks, and on which mesh. Each launcher starts its ranks, reports the first that fails and how all ended, and stops
 //! its ranks when node 0 says that another node failed. When all have ended, node 0 plans the next start or the end.
 //!
@@ -11,17 +11,18 @@
 mod coordinator;
 mod messages;
 
-use super::job::{OtherNodes, Outcome};
 use super::job_spec::JobSpec;
+use super::output::Source;
 use super::rank_failure::RankFailure;
-use super::ranks::NodeRanks;
 use super::signals::Signals;
+use super::supervisor::{Ended, ProcessCommand, Supervisor};
 use crate::failure::{Failure, OrFail};
 use crate::output::log_line;
 use anyhow::{Context, anyhow};
 use coordinator::Coordinator;
-use messages::{Ended, JobResult, NodeFailure, NodeInfo, StartPlan};
+use messages::{JobResult, NodeFailure, NodeInfo, StartPlan};
 use serde::{Serialize, de::DeserializeOwned};
+use std::process::Command;
 use std::time::Duration;
 use ulysses::comm::store::{JobStore, NodeEndpoint, NodeLoss, NodeStore, store_environment};
 
@@ -36,10 +37,15 @@ pub(super) struct Meeting {
     pub(super) max_silence: Duration,
 }
 
-/// Runs this node's part of a job, with `num_processes` ranks.
-pub(super) fn run(job: &JobSpec, meeting: &Meeting, num_processes: usize) -> Result<(), Failure> {
-    let mut node = Node::join(job, meeting, num_processes)?;
-    let signals = Signals::watch().context("cannot handle signals").or_run()?;
+/// Runs this node's part of a job, with `num_processes` ranks. Without a meeting, that is the whole job.
+pub(super) fn run(
+    job: &JobSpec,
+    supervisor: &Supervisor,
+    meeting: Option<&Meeting>,
+    num_processes: usize,
+) -> Result<(), Failure> {
+    let mut node = Node::join(job, supervisor, meeting, num_processes)?;
+    let signals = Signals::watch().or_run()?;
     let result = node.run(&signals);
     if let Ok(result) = &result {
         node.conclude(result);
@@ -51,9 +57,11 @@ pub(super) fn run(job: &JobSpec, meeting: &Meeting, num_processes: usize) -> Res
 /// A launcher's view of the job.
 struct Node<'a> {
     job: &'a JobSpec,
+    supervisor: &'a Supervisor,
     store: NodeStore,
     endpoint: NodeEndpoint,
-    host_name: String,
+    /// The name of this machine in messages, if the job has a meeting.
+    host_name: Option<String>,
     /// The number of the current start.
     start: u32,
     /// On node 0.
@@ -63,28 +71,38 @@ struct Node<'a> {
 }
 
 impl<'a> Node<'a> {
-    /// Meets the launchers of the other nodes.
-    fn join(job: &'a JobSpec, meeting: &Meeting, num_processes: usize) -> Result<Self, Failure> {
-        let endpoint = meeting.endpoint.clone();
-        let lookup = |name: &str| std::env::var(name).ok();
-        let store =
-            NodeStore::meet(&endpoint, job.min_nodes, lookup, meeting.join_timeout, meeting.max_silence);
-        let mut store = store.map_err(|why| anyhow!("cannot join the job: {why}")).or_run()?;
+    /// Meets the launchers of the other nodes, if there are any.
+    fn join(
+        job: &'a JobSpec,
+        supervisor: &'a Supervisor,
+        meeting: Option<&Meeting>,
+        num_processes: usize,
+    ) -> Result<Self, Failure> {
+        let (mut store, endpoint) = match meeting {
+            Some(Meeting { endpoint, join_timeout, max_silence }) => {
+                let lookup = |name: &str| std::env::var(name).ok();
+                let store = NodeStore::meet(endpoint, job.min_nodes, lookup, *join_timeout, *max_silence);
+                (store.map_err(|why| anyhow!("cannot join the job: {why}")).or_run()?, endpoint.clone())
+            }
+            None => {
+                let store = NodeStore::alone().context("cannot open the store of the job").or_run()?;
+                (store, NodeEndpoint { host: "127.0.0.1".to_owned(), port: 0, node: 0, num_nodes: 1 })
+            }
+        };
         let info = NodeInfo::new(job, num_processes);
-        let coordinator = (endpoint.node == 0).then(|| Coordinator::new(&endpoint, store.missing()));
         store.set(&format!("node/{}", endpoint.node), &text(&info));
-        let host_name = info.host;
-        Ok(Self { job, store, endpoint, host_name, start: 0, coordinator, is_alone: None })
+        let coordinator = (endpoint.node == 0).then(|| Coordinator::new(&endpoint, &store.missing()));
+        let host_name = meeting.map(|_| info.host);
+        Ok(Self { job, supervisor, store, endpoint, host_name, start: 0, coordinator, is_alone: None })
     }
 
     fn run(&mut self, signals: &Signals) -> Result<JobResult, Failure> {
         loop {
             let Some(plan) = self.next_plan(signals)? else { return self.result() };
-            let outcome = self.run_ranks(&plan, signals)?;
+            let ended = self.run_ranks(&plan, signals);
             if self.is_alone.is_some() {
                 return self.result();
             }
-            let ended = Ended::from(outcome);
             self.store.set(&format!("ended/{}/{}", self.start, self.endpoint.node), &text(&ended));
             self.start += 1;
         }
@@ -93,7 +111,7 @@ impl<'a> Node<'a> {
     /// Waits for the plan of the next start; `None` if the job has ended.
     fn next_plan(&mut self, signals: &Signals) -> Result<Option<StartPlan>, Failure> {
         loop {
-            self.exchange(None);
+            self.exchange(None, None);
             if let Some(signal) = signals.take().first() {
                 // No rank runs.
                 let exit_code = 128 + signal.as_raw() as u8;
@@ -135,62 +153,82 @@ impl<'a> Node<'a> {
     }
 
     /// Runs this node's ranks of a start to their end.
-    fn run_ranks(&mut self, plan: &StartPlan, signals: &Signals) -> Result<Outcome, Failure> {
-        let node = self.endpoint.node;
+    fn run_ranks(&mut self, plan: &StartPlan, signals: &Signals) -> Ended {
+        let (node, supervisor) = (self.endpoint.node, self.supervisor);
         if let Some(restart) = &plan.variation.restart
             && node != 0
         {
             log_line(format_args!("launch: {}", restart.reason));
         }
-        let Some(count) = plan.ranks.get(&node) else { return Ok(Outcome::Done) };
-        let before = plan.ranks.range(..node);
-        let ranks = NodeRanks {
-            first: before.clone().map(|(_, count)| count).sum(),
-            count: *count,
-            world_size: plan.ranks.values().sum(),
-            node: before.count(),
-            num_nodes: plan.ranks.len(),
-            master_port: plan.master_port,
-            restarts: self.start,
-            max_restarts: self.job.max_restarts,
-        };
-        let secret = self.store.rank_secret(&plan.nonce);
-        let environment = store_environment(&self.endpoint.host, plan.store_port, &secret);
-        let arguments = self.job.arguments(&plan.variation);
-        let commands = ranks.commands(&self.job.program, &arguments, &environment);
+        if !plan.ranks.contains_key(&node) {
+            return Ended::Done;
+        }
+        let commands = self.commands(plan);
         let store = self.coordinator.as_mut().and_then(Coordinator::take_rank_store);
-        let started = self.job.start(commands, store, &plan.variation).run(signals, self);
-        started.or_else(|error| {
-            let failure = NodeFailure::of_node(node, format!("node {node} ({}): {error:#}", self.host_name));
-            self.store.set(&format!("failed/{}/{node}", self.start), &text(&failure));
-            Ok(Outcome::Interrupted)
+        let ended = supervisor
+            .run(commands, store, signals, &mut |failure, rank_store| self.exchange(failure, rank_store));
+        ended.unwrap_or_else(|error| {
+            let text = match &self.host_name {
+                Some(host) => format!("node {node} ({host}): {error:#}"),
+                None => format!("{error:#}"),
+            };
+            self.report(&NodeFailure { node, rank: None, text, final_exit_code: Some(1) });
+            Ended::Failed
         })
     }
 
-    /// Exchanges changes with the other nodes. Returns why the ranks are to be stopped, if they are.
-    fn exchange(&mut self, rank_store: Option<&JobStore>) -> Option<String> {
+    /// Returns the commands of this node's ranks, with torchrun's variables and those that lead to the ranks' store.
+    fn commands(&self, plan: &StartPlan) -> Vec<ProcessCommand> {
+        let node = self.endpoint.node;
+        let before = plan.ranks.range(..node);
+        let first: usize = before.clone().map(|(_, ranks)| ranks).sum();
+        let num_ranks = plan.ranks.get(&node).copied().unwrap_or_default();
+        let secret = self.store.rank_secret(&plan.nonce);
+        let mut variables = store_environment(&self.endpoint.host, plan.store_port, &secret);
+        variables.extend(
+            [
+                ("WORLD_SIZE", plan.ranks.values().sum()),
+                ("LOCAL_WORLD_SIZE", num_ranks),
+                ("GROUP_RANK", before.count()),
+                ("GROUP_WORLD_SIZE", plan.ranks.len()),
+                ("MASTER_PORT", usize::from(plan.master_port)),
+                ("TORCHELASTIC_RESTART_COUNT", self.start as usize),
+                ("TORCHELASTIC_MAX_RESTARTS", self.job.max_restarts as usize),
+            ]
+            .map(|(name, value)| (name, value.to_string())),
+        );
+        let arguments = self.job.arguments(&plan.variation);
+        let command = |local: usize| {
+            let (rank, mut command) = (first + local, Command::new(&self.job.program));
+            command.args(&arguments).envs(&variables);
+            command.env("RANK", rank.to_string()).env("LOCAL_RANK", local.to_string());
+            plan.variation.set_restart(&mut command);
+            ProcessCommand { source: Source::Rank(rank), command }
+        };
+        (0..num_ranks).map(command).collect()
+    }
+
+    /// Exchanges changes with the other nodes, and reports the first failure of a rank of this one. Returns why the ranks are
+    /// to be stopped, if they are.
+    fn exchange(&mut self, failure: Option<&RankFailure>, rank_store: Option<&JobStore>) -> Option<String> {
+        if let Some(failure) = failure {
+            let failure = failure.clone().on_host(self.host_name.clone());
+            self.report(&NodeFailure::new(self.endpoint.node, &failure));
+        }
         let lost = self.store.poll();
         if let Some(coordinator) = &mut self.coordinator {
             coordinator.watch(&lost, &mut self.store, rank_store);
-        } else if let Some((_, loss)) = lost.first() {
-            self.is_alone = Some(*loss);
+        } else if let Some(lost) = lost.first() {
+            self.is_alone = Some(lost.loss);
         }
         if self.is_alone.is_some() {
             return Some("the launcher of node 0 is lost".to_owned());
         }
         self.store.get(&format!("stop/{}", self.start))
     }
-}
 
-impl OtherNodes for Node<'_> {
-    fn report(&mut self, failure: &RankFailure) {
-        let failure = failure.clone().on_host(Some(self.host_name.clone()));
-        let failure = NodeFailure::of_rank(self.endpoint.node, &failure);
-        self.store.set(&format!("failed/{}/{}", self.start, self.endpoint.node), &text(&failure));
-    }
-
-    fn poll(&mut self, store: Option<&JobStore>) -> Option<String> {
-        self.exchange(store)
+    fn report(&mut self, failure: &NodeFailure) {
+        self.store.set(&format!("failed/{}/{}", self.start, failure.node), &text(failure));
     }
 }
 

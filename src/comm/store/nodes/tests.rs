@@ -3,7 +3,7 @@
 use super::*;
 use crate::comm::store::handshake::{MAGIC, hello};
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -32,7 +32,7 @@ fn two_nodes(max_silence: [Duration; 2]) -> (NodeStore, NodeStore) {
 }
 
 /// Polls until a node is lost.
-fn first_lost(store: &mut NodeStore) -> Vec<(usize, NodeLoss)> {
+fn first_lost(store: &mut NodeStore) -> Vec<LostNode> {
     let deadline = Instant::now() + TIMEOUT;
     while Instant::now() < deadline {
         let lost = store.poll();
@@ -57,24 +57,38 @@ fn nodes_share_keys_and_compute_the_same_secret_for_their_ranks() {
     assert_ne!(host.rank_secret("0"), host.rank_secret("1"));
 }
 
+fn lost(node: usize, loss: NodeLoss) -> [LostNode; 1] {
+    [LostNode { node, loss }]
+}
+
 #[test]
 fn a_silent_node_and_a_node_that_ends_are_lost_once() {
     let short = Duration::from_millis(300);
     let (mut host, other) = two_nodes([short, TIMEOUT]);
-    assert_eq!(first_lost(&mut host), [(1, NodeLoss::Silent)], "the other node does not poll");
+    assert_eq!(first_lost(&mut host), lost(1, NodeLoss::Silent), "the other node does not poll");
     assert!(host.poll().is_empty());
     drop(other);
     let (host, mut other) = two_nodes([TIMEOUT, short]);
-    assert_eq!(first_lost(&mut other), [(0, NodeLoss::Silent)]);
+    assert_eq!(first_lost(&mut other), lost(0, NodeLoss::Silent));
     drop(host);
     let (host, mut other) = two_nodes([TIMEOUT; 2]);
     drop(host);
-    assert_eq!(first_lost(&mut other), [(0, NodeLoss::Ended)]);
+    assert_eq!(first_lost(&mut other), lost(0, NodeLoss::Ended));
     let (mut host, mut other) = two_nodes([TIMEOUT; 2]);
     std::thread::scope(|scope| {
         scope.spawn(move || other.close());
-        assert_eq!(first_lost(&mut host), [(1, NodeLoss::Ended)], "a node that leaves");
+        assert_eq!(first_lost(&mut host), lost(1, NodeLoss::Ended), "a node that leaves");
     });
+}
+
+#[test]
+fn a_node_alone_has_its_own_secret_and_loses_nobody() {
+    let (mut one, other) = (NodeStore::alone().unwrap(), NodeStore::alone().unwrap());
+    one.set("plan", "2 ranks");
+    assert!(one.poll().is_empty() && one.missing().is_empty());
+    assert_eq!(one.get("plan").as_deref(), Some("2 ranks"));
+    assert_ne!(one.rank_secret("0"), other.rank_secret("0"));
+    one.close();
 }
 
 #[test]
@@ -118,7 +132,7 @@ fn enough_nodes_open_the_store_at_the_end_of_the_timeout() {
     // The timeout of this node ends first or at about the same time.
     let mut other = NodeStore::meet(&endpoint(2, 3, port), 2, secret, second, TIMEOUT).unwrap();
     let mut host = host.join().unwrap();
-    assert_eq!(host.missing(), &BTreeSet::from([1]));
+    assert_eq!(host.missing(), BTreeSet::from([1]));
     let late = std::thread::spawn(move || meet(&endpoint(1, 3, port), TIMEOUT).unwrap_err());
     while !late.is_finished() {
         assert!(host.poll().is_empty() && other.poll().is_empty(), "a node that did not come is not lost");
