@@ -1,6 +1,6 @@
 //! The chart of a plan: memory over a step. `ulysses report` uses it too, next to the measured memory.
 
-use crate::template::chart::{Chart, INK, Series, Unit};
+use crate::template::chart::{Chart, INK, Point, Series, Unit};
 use ulysses::estimate::MomentMemory;
 use ulysses::memory::Category;
 
@@ -44,6 +44,6 @@ fn line(label: &str, bytes: impl Iterator<Item = u64>) -> Series {
 }
 
 /// Numbers the parts of a step from 1.
-fn points(bytes: impl Iterator<Item = u64>) -> Vec<(f64, f64)> {
-    (1..).zip(bytes).map(|(part, bytes)| (f64::from(part), bytes as f64)).collect()
+fn points(bytes: impl Iterator<Item = u64>) -> Vec<Point> {
+    (1..).zip(bytes).map(|(part, bytes)| Point { x: f64::from(part), y: bytes as f64 }).collect()
 }

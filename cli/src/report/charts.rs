@@ -1,26 +1,36 @@
 //! The charts of metrics.
 
 use super::run::RunFiles;
-use crate::template::chart::{Chart, Scale, Series, Unit};
+use crate::template::chart::{Chart, Point, Scale, Series, Unit};
 use serde_json::Value;
 
-/// Parts of the step time: names and metric keys. Collectives count the time inside their calls.
-const BY_ACTIVITY: [(&str, &str); 8] = [
-    ("compute", "compute_seconds"),
-    ("all-to-all", "all_to_all_seconds"),
-    ("ring", "ring_seconds"),
-    ("tp: gathers and sums around divided modules", "tp_comm_seconds"),
-    ("pp: waiting for other stages", "pp_comm_seconds"),
-    ("dp: all-gather, reduce-scatter, all-reduce", "dp_comm_seconds"),
-    ("sp: all-reduce", "sp_comm_seconds"),
-    ("data loading", "data_seconds"),
+/// A part of the step time.
+struct Part {
+    label: &'static str,
+    key: &'static str,
+}
+
+const fn part(label: &'static str, key: &'static str) -> Part {
+    Part { label, key }
+}
+
+/// Collectives count the time inside their calls.
+const BY_ACTIVITY: [Part; 8] = [
+    part("compute", "compute_seconds"),
+    part("all-to-all", "all_to_all_seconds"),
+    part("ring", "ring_seconds"),
+    part("tp: gathers and sums around divided modules", "tp_comm_seconds"),
+    part("pp: waiting for other stages", "pp_comm_seconds"),
+    part("dp: all-gather, reduce-scatter, all-reduce", "dp_comm_seconds"),
+    part("sp: all-reduce", "sp_comm_seconds"),
+    part("data loading", "data_seconds"),
 ];
 
-const BY_PHASE: [(&str, &str); 4] = [
-    ("forward", "forward_seconds"),
-    ("backward, with recomputation", "backward_seconds"),
-    ("optimizer step", "update_seconds"),
-    ("data loading", "data_seconds"),
+const BY_PHASE: [Part; 4] = [
+    part("forward", "forward_seconds"),
+    part("backward, with recomputation", "backward_seconds"),
+    part("optimizer step", "update_seconds"),
+    part("data loading", "data_seconds"),
 ];
 
 /// Returns the charts with curves of all runs.
@@ -55,13 +65,13 @@ pub(super) fn time_shares(run: &RunFiles) -> [Option<String>; 2] {
     [shares(run, "activity", &BY_ACTIVITY), shares(run, "phase", &BY_PHASE)]
 }
 
-fn shares(run: &RunFiles, by: &str, parts: &[(&str, &str)]) -> Option<String> {
+fn shares(run: &RunFiles, by: &str, parts: &[Part]) -> Option<String> {
     let share = |line: &Value, key: &str| {
-        let share = line[key].as_f64()? / line["step_seconds"].as_f64()?;
-        Some((line["step"].as_f64()?, share)).filter(|_| share.is_finite())
+        let y = line[key].as_f64()? / line["step_seconds"].as_f64()?;
+        Some(Point { x: line["step"].as_f64()?, y }).filter(|_| y.is_finite())
     };
     let timed = run.lines.steps.iter().filter(|line| line["compute_seconds"].is_number());
-    let series = parts.iter().enumerate().map(|(style, (label, key))| {
+    let series = parts.iter().enumerate().map(|(style, Part { label, key })| {
         Series::new(*label, timed.clone().filter_map(|line| share(line, key)).collect(), style)
     });
     let chart = Chart {

@@ -37,7 +37,7 @@ fn data(run: &RunFiles) -> Value {
         "steps": steps.last().map_or(0, |line| line["step"].as_u64().unwrap_or(0)),
         "skipped": steps.iter().filter(|line| line["skipped"] == true).count(),
         "last_loss": run.last("loss"),
-        "eval_loss": run.evaluation_curve("eval_loss").last().map(|(_, loss)| *loss),
+        "eval_loss": run.evaluation_curve("eval_loss").last().map(|point| point.y),
         "tokens_per_second": run.rate("tokens"),
         "label_tokens_per_second": run.rate("label_tokens"),
         "mfu": run.last("gemm_share"),

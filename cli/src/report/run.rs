@@ -1,6 +1,7 @@
 //! The files in the output directory of a run.
 
 use super::metrics::Lines;
+use crate::template::chart::Point;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -56,14 +57,12 @@ impl RunFiles {
     }
 
     /// Returns the values of a metric by step, without skipped steps.
-    pub(super) fn curve(&self, key: &str) -> Vec<(f64, f64)> {
-        let point = |line: &Value| Some((line["step"].as_f64()?, line[key].as_f64()?));
-        self.lines.steps.iter().filter(|line| line["skipped"] != true).filter_map(point).collect()
+    pub(super) fn curve(&self, key: &str) -> Vec<Point> {
+        curve(self.lines.steps.iter().filter(|line| line["skipped"] != true), key)
     }
 
-    pub(super) fn evaluation_curve(&self, key: &str) -> Vec<(f64, f64)> {
-        let point = |line: &Value| Some((line["step"].as_f64()?, line[key].as_f64()?));
-        self.lines.evaluations.iter().filter_map(point).collect()
+    pub(super) fn evaluation_curve(&self, key: &str) -> Vec<Point> {
+        curve(self.lines.evaluations.iter(), key)
     }
 
     /// Returns the sum of a metric over all steps.
@@ -80,8 +79,12 @@ impl RunFiles {
     }
 
     pub(super) fn last(&self, key: &str) -> Option<f64> {
-        self.curve(key).last().map(|(_, value)| *value)
+        self.curve(key).last().map(|point| point.y)
     }
+}
+
+fn curve<'a>(lines: impl Iterator<Item = &'a Value>, key: &str) -> Vec<Point> {
+    lines.filter_map(|line| Some(Point { x: line["step"].as_f64()?, y: line[key].as_f64()? })).collect()
 }
 
 /// Reads a JSON object; null if the file does not exist.

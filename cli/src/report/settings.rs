@@ -2,7 +2,7 @@
 
 use super::run::RunFiles;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 
 /// The origin of a setting.
@@ -29,12 +29,15 @@ pub(super) struct Setting {
     origin: Origin,
 }
 
+/// Values by their path, such as `optimizer.type`.
+type Flat = Map<String, Value>;
+
 /// Returns every key of the resolved config, if there is one.
 pub(super) fn rows(run: &RunFiles) -> Vec<Setting> {
     let given = flat(&run.record["given_config"]);
     let flags = flags(&run.record["command"]);
     let settings = flat(&run.config);
-    let setting = |(key, value): &(String, Value)| Setting {
+    let setting = |(key, value): (&String, &Value)| Setting {
         key: key.clone(),
         value: shown(key, value, &given, &settings),
         origin: origin(key, value, &given, &flags),
@@ -43,26 +46,21 @@ pub(super) fn rows(run: &RunFiles) -> Vec<Setting> {
 }
 
 /// Formats a value. The optimizer keeps the name in the file, such as `FusedAdam`, which the resolved config normalizes.
-fn shown(key: &str, value: &Value, given: &[(String, Value)], settings: &[(String, Value)]) -> String {
+fn shown(key: &str, value: &Value, given: &Flat, settings: &Flat) -> String {
     let name = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let lower = |name: &str| name.to_ascii_lowercase();
-    if key != "optimizer.type" {
-        return name;
-    }
-    let find = |values: &[(String, Value)], key: &str| {
-        values.iter().find(|(path, _)| path == key).map(|(_, value)| value.clone())
-    };
-    match find(given, key) {
-        Some(Value::String(given)) if lower(&given).contains(&lower(&name)) => given,
+    match given.get(key) {
+        _ if key != "optimizer.type" => name,
+        Some(Value::String(given)) if lower(given).contains(&lower(&name)) => given.clone(),
         // The default is AdamW.
-        None if find(settings, "optimizer.params.adam_w_mode") == Some(Value::Bool(true)) => {
+        None if settings.get("optimizer.params.adam_w_mode") == Some(&Value::Bool(true)) => {
             format!("{name}W")
         }
         _ => name,
     }
 }
 
-fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<String>) -> Origin {
+fn origin(key: &str, value: &Value, given: &Flat, flags: &BTreeSet<String>) -> Origin {
     let name = key.rsplit('.').next().unwrap_or(key);
     // `--set` names a key, or a section that contains it.
     let is_set =
@@ -70,12 +68,10 @@ fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<
     if flags.contains(name) || flags.iter().any(is_set) {
         return Origin::Flag;
     }
-    match given.iter().find(|(path, _)| path == key) {
-        Some((_, given)) if given == "auto" && value != "auto" => Origin::Auto,
+    match given.get(key) {
+        Some(given) if given == "auto" && value != "auto" => Origin::Auto,
         Some(_) => Origin::File,
-        None if MESH_PARAM.contains(&name) && given.iter().any(|(path, _)| path == "mesh_param") => {
-            Origin::File
-        }
+        None if MESH_PARAM.contains(&name) && given.contains_key("mesh_param") => Origin::File,
         // `sequence_parallel_size` without a dp size sets the axes of ZeRO's partitions too.
         None if key == "ulysses.zero_partition_axes" && *value == json!(["dp", "sp"]) => Origin::File,
         None => Origin::Default,
@@ -107,15 +103,17 @@ fn flags(command: &Value) -> BTreeSet<String> {
 }
 
 /// Flattens an object into paths and leaf values.
-fn flat(value: &Value) -> Vec<(String, Value)> {
-    let Value::Object(fields) = value else { return Vec::new() };
-    let of_field = |(name, value): (&String, &Value)| match value {
-        Value::Object(inner) if !inner.is_empty() => {
-            flat(value).into_iter().map(|(path, value)| (format!("{name}.{path}"), value)).collect()
+fn flat(value: &Value) -> Flat {
+    let mut values = Flat::new();
+    for (name, value) in value.as_object().into_iter().flatten() {
+        match value {
+            Value::Object(inner) if !inner.is_empty() => {
+                values.extend(flat(value).into_iter().map(|(path, value)| (format!("{name}.{path}"), value)));
+            }
+            _ => _ = values.insert(name.clone(), value.clone()),
         }
-        _ => vec![(name.clone(), value.clone())],
-    };
-    fields.iter().flat_map(of_field).collect()
+    }
+    values
 }
 
 #[cfg(test)]
@@ -163,9 +161,9 @@ mod tests {
         );
         let of_set = |set: &str| super::flags(&json!(["ulysses", "train", "c.json", "--set", set]));
         let section = of_set("bf16={\"enabled\":true}");
-        assert_eq!(origin("bf16.enabled", &json!(true), &[], &section), Origin::Flag);
-        assert_eq!(origin("bf16_more.enabled", &json!(true), &[], &section), Origin::Default);
+        assert_eq!(origin("bf16.enabled", &json!(true), &Flat::new(), &section), Origin::Flag);
+        assert_eq!(origin("bf16_more.enabled", &json!(true), &Flat::new(), &section), Origin::Default);
         let mesh = of_set("mesh_param=[2,4]");
-        assert_eq!(origin("sequence_parallel_size", &json!(4), &[], &mesh), Origin::Flag);
+        assert_eq!(origin("sequence_parallel_size", &json!(4), &Flat::new(), &mesh), Origin::Flag);
     }
 }

@@ -105,29 +105,29 @@ fn fields(object: &Value) -> Result<Vec<Vec<Value>>, Error> {
 /// Aligns the cells of lines, which ` | ` separates: the first to the left, the others to the right. A note follows after
 /// ` || `.
 fn columns(lines: &str) -> String {
-    let (cells, notes): (Vec<_>, Vec<_>) = lines.lines().map(split).unzip();
+    let cells: Vec<_> = lines.lines().map(row).collect();
     let table = format_table(&cells, 1);
-    let line = |(line, note): (&str, Option<&str>)| match note {
-        Some(note) => format!("{line}  {note}\n"),
-        None => format!("{line}\n"),
+    let line = |(aligned, line): (&str, &str)| match line.split_once(" || ") {
+        Some((_, note)) => format!("{aligned}  {note}\n"),
+        None => format!("{aligned}\n"),
     };
-    table.lines().zip(notes).map(line).collect()
+    table.lines().zip(lines.lines()).map(line).collect()
 }
 
 /// Returns the cells of lines as [`columns`] has them. Notes are the last column.
 fn cells(lines: &str) -> Vec<Vec<String>> {
-    let rows: Vec<_> = lines.lines().map(split).collect();
-    let has_notes = rows.iter().any(|(_, note)| note.is_some());
-    let row = |(mut cells, note): (Vec<String>, Option<&str>)| {
-        cells.extend(has_notes.then(|| note.unwrap_or_default().to_owned()));
-        cells
+    let has_notes = lines.contains(" || ");
+    let with_note = |line: &str| {
+        let note = line.split_once(" || ").map_or("", |(_, note)| note);
+        row(line).into_iter().chain(has_notes.then(|| note.to_owned())).collect()
     };
-    rows.into_iter().map(row).collect()
+    lines.lines().map(with_note).collect()
 }
 
-fn split(line: &str) -> (Vec<String>, Option<&str>) {
-    let (cells, note) = line.split_once(" || ").map_or((line, None), |(cells, note)| (cells, Some(note)));
-    (cells.split(" | ").map(str::to_owned).collect(), note)
+/// Returns the cells of a line without its note.
+fn row(line: &str) -> Vec<String> {
+    let cells = line.split_once(" || ").map_or(line, |(cells, _)| cells);
+    cells.split(" | ").map(str::to_owned).collect()
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ mod units;
 pub(crate) use units::{Unit, text};
 
 use super::escape;
-use frame::Frame;
+use frame::{Frame, Range};
 use std::fmt::Write;
 
 /// Size of a chart. It scales down to fit its container.
@@ -16,10 +16,17 @@ const HEIGHT: f64 = 240.0;
 /// Maximum points per curve; more would be narrower than a pixel.
 const MAX_POINTS: usize = 600;
 
+/// A value at a position.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Point {
+    pub(crate) x: f64,
+    pub(crate) y: f64,
+}
+
 /// A curve.
 pub(crate) struct Series {
     pub(crate) label: String,
-    pub(crate) points: Vec<(f64, f64)>,
+    pub(crate) points: Vec<Point>,
     /// Index of its color and dash pattern.
     pub(crate) style: usize,
     /// Whether it is drawn as single dots.
@@ -31,13 +38,21 @@ pub(crate) const INK: usize = usize::MAX;
 
 impl Series {
     /// A curve that is drawn as a line.
-    pub(crate) fn new(label: impl Into<String>, points: Vec<(f64, f64)>, style: usize) -> Self {
+    pub(crate) fn new(label: impl Into<String>, points: Vec<Point>, style: usize) -> Self {
         Self { label: label.into(), points, style, is_dotted: false }
     }
 
     /// Returns its class number in the style sheet.
     fn class(&self) -> usize {
         if self.style == INK { 8 } else { self.style % 8 }
+    }
+
+    fn values(&self) -> impl Iterator<Item = f64> {
+        self.points.iter().map(|point| point.y)
+    }
+
+    fn max(&self) -> f64 {
+        self.values().fold(0.0, f64::max)
     }
 }
 
@@ -69,12 +84,8 @@ pub(crate) struct Chart {
 impl Chart {
     /// Renders the content of a figure, with legend; `None` without points.
     pub(crate) fn content(&self) -> Option<String> {
-        let plot = self.plot()?;
+        let (plot, legend) = (self.plot()?, self.legend());
         let (title, along) = (escape(&self.title), self.along);
-        let entry = |(style, label, value): (usize, String, String)| {
-            format!("<li class=\"c{style}\"><i></i>{label} <b>{value}</b></li>")
-        };
-        let legend: String = self.legend().into_iter().map(entry).collect();
         Some(format!(
             "<figcaption>{title}</figcaption>\n\
              <svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title}, by {along}\">\n{plot}</svg>\n\
@@ -94,76 +105,58 @@ impl Chart {
         Some(svg)
     }
 
-    /// Returns color, name and value of every curve with points.
-    fn legend(&self) -> Vec<(usize, String, String)> {
-        let entry = |(series, value): (&Series, String)| (series.class(), escape(&series.label), value);
+    /// Renders color, name and value of every curve with points.
+    fn legend(&self) -> String {
         let series = self.series.iter().map(|series| (series, self.legend_value(series)));
         // Lines over a stack show their maximum.
-        let lines = self.lines.iter().map(|line| (line, text(max_value(line), self.unit)));
-        series.chain(lines).filter(|(series, _)| !series.points.is_empty()).map(entry).collect()
+        let lines = self.lines.iter().map(|line| (line, text(line.max(), self.unit)));
+        let shown = series.chain(lines).filter(|(series, _)| !series.points.is_empty());
+        let entry = |(series, value): (&Series, String)| {
+            let (class, label) = (series.class(), escape(&series.label));
+            format!("<li class=\"c{class}\"><i></i>{label} <b>{value}</b></li>")
+        };
+        shown.map(entry).collect()
     }
 
     /// Returns a curve's value in the legend: the last one; if stacked, the maximum of bytes or else the mean.
     fn legend_value(&self, series: &Series) -> String {
-        let values = || series.points.iter().map(|(_, value)| *value);
-        let value = match (self.is_stacked, self.unit) {
-            (true, Unit::Bytes) => max_value(series),
-            (true, _) => values().sum::<f64>() / series.points.len().max(1) as f64,
-            (false, _) => last_value(series),
-        };
-        let text = text(value, self.unit);
+        let text = |value| text(value, self.unit);
         match (self.is_stacked, self.unit) {
-            (true, Unit::Bytes) => format!("max {text}"),
-            (true, _) => format!("mean {text}"),
-            (false, _) => text,
+            (true, Unit::Bytes) => format!("max {}", text(series.max())),
+            (true, _) => {
+                let mean = series.values().sum::<f64>() / series.points.len().max(1) as f64;
+                format!("mean {}", text(mean))
+            }
+            (false, _) => text(series.values().last().unwrap_or(0.0)),
         }
     }
 
     fn frame<'a>(&self, series: impl Iterator<Item = &'a Series> + Clone) -> Option<Frame> {
-        let points = || series.clone().flat_map(|series| &series.points).filter(|(_, y)| y.is_finite());
-        let range = |values: &mut dyn Iterator<Item = f64>| {
-            values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
-                (low.min(value), high.max(value))
-            })
-        };
+        let points = || series.clone().flat_map(|series| &series.points).filter(|point| point.y.is_finite());
         points().next()?;
-        let (first, last) = range(&mut points().map(|(x, _)| *x));
-        let (low, high) = range(&mut points().map(|(_, y)| *y));
-        let x = (first, last.max(first + 1.0));
-        let low = if self.scale == Scale::FromZero { low.min(0.0) } else { low };
+        let (x, y) = (Range::over(points().map(|point| point.x)), Range::over(points().map(|point| point.y)));
+        let (low, high) = (if self.scale == Scale::FromZero { y.low.min(0.0) } else { y.low }, y.high);
         // Values that differ only in their last digits are drawn as one: ticks could not resolve them.
         let is_flat = high - low <= 1e-9 * high.abs().max(low.abs()).max(1e-30);
         let margin = if is_flat { high.abs().max(1e-9) * 0.5 } else { 0.06 * (high - low) };
-        let top = if self.is_stacked && self.lines.is_empty() && !is_flat { high } else { high + margin };
-        let bottom = match self.scale {
-            Scale::FromZero => low,
-            Scale::Around => low - margin,
+        let y = Range {
+            low: if self.scale == Scale::FromZero { low } else { low - margin },
+            high: if self.is_stacked && self.lines.is_empty() && !is_flat { high } else { high + margin },
         };
-        Some(Frame { x, y: (bottom, top) })
+        Some(Frame { x: Range { high: x.high.max(x.low + 1.0), ..x }, y })
     }
-}
-
-fn max_value(series: &Series) -> f64 {
-    series.points.iter().map(|(_, value)| *value).fold(0.0, f64::max)
-}
-
-fn last_value(series: &Series) -> f64 {
-    series.points.last().map_or(0.0, |(_, value)| *value)
 }
 
 fn draw_curve(svg: &mut String, frame: &Frame, series: &Series) {
     let (style, points) = (series.class(), thin(&series.points));
+    // Writing to a string cannot fail.
     if series.is_dotted || points.len() == 1 {
-        for (x, y) in &points {
-            let _ = writeln!(
-                svg,
-                "<circle class=\"dot c{style}\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\"/>",
-                frame.x(*x),
-                frame.y(*y)
-            );
+        for point in &points {
+            let (x, y) = (frame.x(point.x), frame.y(point.y));
+            let _ = writeln!(svg, r#"<circle class="dot c{style}" cx="{x:.1}" cy="{y:.1}" r="3.5"/>"#);
         }
     } else {
-        let _ = writeln!(svg, "<polyline class=\"curve c{style}\" points=\"{}\"/>", frame.corners(&points));
+        let _ = writeln!(svg, r#"<polyline class="curve c{style}" points="{}"/>"#, frame.corners(&points));
     }
 }
 
@@ -171,18 +164,12 @@ fn draw_curve(svg: &mut String, frame: &Frame, series: &Series) {
 fn draw_areas(svg: &mut String, frame: &Frame, stacked: &[Series]) {
     let mut below: Option<&Series> = None;
     for series in stacked.iter().filter(|series| !series.points.is_empty()) {
-        let base = |(x, _): &(f64, f64)| (*x, frame.y.0);
-        let floor: Vec<_> = match below {
-            Some(below) => below.points.iter().rev().copied().collect(),
-            None => series.points.iter().rev().map(base).collect(),
-        };
-        let outline = [series.points.clone(), floor].concat();
-        let _ = writeln!(
-            svg,
-            "<polygon class=\"area c{}\" points=\"{}\"/>",
-            series.class(),
-            frame.corners(&outline)
-        );
+        let mut floor = below.map_or_else(|| series.points.clone(), |below| below.points.clone());
+        if below.is_none() {
+            floor.iter_mut().for_each(|point| point.y = frame.y.low);
+        }
+        let outline = frame.corners(series.points.iter().chain(floor.iter().rev()));
+        let _ = writeln!(svg, r#"<polygon class="area c{}" points="{outline}"/>"#, series.class());
         below = Some(series);
     }
 }
@@ -190,39 +177,42 @@ fn draw_areas(svg: &mut String, frame: &Frame, stacked: &[Series]) {
 /// Stacks series over the union of their positions; a series without a value there adds nothing. Thins them, so that all
 /// keep the same positions.
 fn stack(series: &[Series]) -> Vec<Series> {
-    let mut places: Vec<f64> = series.iter().flat_map(|series| &series.points).map(|(x, _)| *x).collect();
+    let mut places: Vec<f64> = series.iter().flat_map(|series| &series.points).map(|point| point.x).collect();
     places.sort_by(f64::total_cmp);
     places.dedup();
     let every = places.len().div_ceil(MAX_POINTS / 2).max(1);
     let mut sums = vec![0.0; places.len().div_ceil(every)];
     let mut stacked = Vec::new();
-    for Series { label, points, style, is_dotted } in series {
+    for series in series {
         let mut values = vec![0.0; places.len()];
-        for (x, y) in points {
+        for Point { x, y } in &series.points {
             if let Ok(place) = places.binary_search_by(|place| place.total_cmp(x)) {
                 values[place] = *y;
             }
         }
         let means = values.chunks(every).map(|chunk| chunk.iter().sum::<f64>() / chunk.len() as f64);
         sums.iter_mut().zip(means).for_each(|(sum, mean)| *sum += mean);
-        let places = places.iter().step_by(every).copied();
-        let points = if points.is_empty() { Vec::new() } else { places.zip(sums.iter().copied()).collect() };
-        stacked.push(Series { label: label.clone(), points, style: *style, is_dotted: *is_dotted });
+        let mut points = Vec::new();
+        if !series.points.is_empty() {
+            let tops = places.iter().step_by(every).zip(&sums);
+            points.extend(tops.map(|(x, y)| Point { x: *x, y: *y }));
+        }
+        stacked.push(Series { label: series.label.clone(), points, ..*series });
     }
     stacked
 }
 
 /// Keeps the minimum and maximum of neighboring points, so that no spike is lost.
-fn thin(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+fn thin(points: &[Point]) -> Vec<Point> {
     if points.len() <= MAX_POINTS {
         return points.to_vec();
     }
-    let extremes = |chunk: &[(f64, f64)]| {
-        let by_value = |a: &&(f64, f64), b: &&(f64, f64)| a.1.total_cmp(&b.1);
+    let extremes = |chunk: &[Point]| {
+        let by_value = |a: &&Point, b: &&Point| a.y.total_cmp(&b.y);
         let low = chunk.iter().min_by(by_value).copied();
         let high = chunk.iter().max_by(by_value).copied();
-        let mut both: Vec<_> = low.into_iter().chain(high).collect();
-        both.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut both: Vec<Point> = low.into_iter().chain(high).collect();
+        both.sort_by(|a, b| a.x.total_cmp(&b.x));
         both
     };
     points.chunks(points.len().div_ceil(MAX_POINTS / 2)).flat_map(extremes).collect()
@@ -232,25 +222,29 @@ fn thin(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
 mod tests {
     use super::*;
 
+    fn curve(points: &[(f64, f64)]) -> Vec<Point> {
+        points.iter().map(|(x, y)| Point { x: *x, y: *y }).collect()
+    }
+
     #[test]
     fn thinning_keeps_a_single_spike() {
-        let mut points: Vec<(f64, f64)> = (0..10_000).map(|step| (f64::from(step), 1.0)).collect();
-        points[7777].1 = 50.0;
+        let mut points: Vec<Point> = (0..10_000).map(|step| Point { x: f64::from(step), y: 1.0 }).collect();
+        points[7777].y = 50.0;
         let thinned = thin(&points);
-        assert!(thinned.len() <= MAX_POINTS && thinned.contains(&(7777.0, 50.0)));
+        assert!(thinned.len() <= MAX_POINTS && thinned.contains(&Point { x: 7777.0, y: 50.0 }));
     }
 
     #[test]
     fn stacked_values_are_added_at_their_positions() {
-        let series = |points: &[(f64, f64)]| Series::new("", points.to_vec(), 0);
+        let series = |points: &[(f64, f64)]| Series::new("", curve(points), 0);
         // The second has no value at the first position, the first none at the last.
         let first = series(&[(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]);
         let second = series(&[(2.0, 2.0), (3.0, 3.0), (4.0, 4.0)]);
         let stacked: Vec<_> =
             stack(&[first, series(&[]), second]).into_iter().map(|series| series.points).collect();
-        assert_eq!(stacked[0], [(1.0, 10.0), (2.0, 20.0), (3.0, 30.0), (4.0, 0.0)]);
+        assert_eq!(stacked[0], curve(&[(1.0, 10.0), (2.0, 20.0), (3.0, 30.0), (4.0, 0.0)]));
         assert_eq!(stacked[1], [], "a series without values has no area");
-        assert_eq!(stacked[2], [(1.0, 10.0), (2.0, 22.0), (3.0, 33.0), (4.0, 4.0)]);
+        assert_eq!(stacked[2], curve(&[(1.0, 10.0), (2.0, 22.0), (3.0, 33.0), (4.0, 4.0)]));
     }
 
     /// Extreme values that a metrics file may contain.
@@ -259,7 +253,7 @@ mod tests {
         for values in [[-1e100, 1e100], [0.0, 5e-324], [1.0, 1.0 + f64::EPSILON], [0.0, 0.0], [1e100, 1e100]]
         {
             for is_stacked in [false, true] {
-                let points = vec![(1.0, values[0]), (1e15, values[1])];
+                let points = curve(&[(1.0, values[0]), (1e15, values[1])]);
                 let chart = Chart {
                     title: "loss".to_owned(),
                     along: "step",
@@ -277,15 +271,15 @@ mod tests {
 
     #[test]
     fn a_chart_without_points_is_empty_and_one_value_is_a_dot() {
-        let chart = |points: Vec<(f64, f64)>| Chart {
+        let chart = |points: &[(f64, f64)]| Chart {
             title: "loss".to_owned(),
             along: "step",
             scale: Scale::Around,
-            series: vec![Series::new("a<b", points, 0)],
+            series: vec![Series::new("a<b", curve(points), 0)],
             ..Chart::default()
         };
-        assert_eq!(chart(vec![]).content(), None);
-        let dot = chart(vec![(1.0, 2.0)]).content().unwrap();
+        assert_eq!(chart(&[]).content(), None);
+        let dot = chart(&[(1.0, 2.0)]).content().unwrap();
         assert!(dot.contains("<circle") && dot.contains("a&lt;b") && !dot.contains("NaN"), "{dot}");
     }
 }
