@@ -92,7 +92,7 @@ impl Grid {
         // All ranks of a Ulysses group share every chunk of the heads of their tp rank.
         let ulysses_size = config.seq_sharding().ulysses_size;
         let layers = layers_of_tp_ranks(model, config.mesh.tp_size)?.concat();
-        let max_chunks = AttentionConfig::common_head_chunks(&layers);
+        let max_chunks = AttentionConfig::common_head_chunks(&layers).max(1);
         let is_shared = |chunks: &usize| {
             let mut chunks = layers.iter().flat_map(|layer| layer.heads().chunks(*chunks));
             chunks.all(|chunk| chunk.q.len() >= ulysses_size)

@@ -114,7 +114,7 @@ mod tests {
         };
         let alone = explained(None);
         assert!(alone.starts_with("out of memory before the first step; to reduce memory: "), "{alone}");
-        assert!(alone.ends_with(": out of GPU memory: requested 1.00 GiB"), "{alone}");
+        assert!(alone.ends_with("out of GPU memory: requested 1.00 GiB"), "{alone}");
         let planned = explained(Some("; planned peak: 3.00 GiB per rank"));
         assert!(planned.contains("; planned peak: 3.00 GiB per rank; to"), "{planned}");
     }
