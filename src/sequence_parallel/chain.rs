@@ -69,7 +69,7 @@ impl ExchangeVolume {
     ///
     /// Backward the same to ranks with earlier ranges, without Dk² if the range is the last, and for the tokens that it received.
     /// Without a ring rank r of sp has sp − 1 − r later ones, and r earlier ones.
-    pub fn of_passed_states(shape: &LinearAttentionConfig, shard: SpShard, elem_bytes: u64) -> Self {
+    pub(super) fn of_passed_states(shape: &LinearAttentionConfig, shard: SpShard, elem_bytes: u64) -> Self {
         let LinearAttentionConfig { num_value_heads, key_head_dim, value_head_dim, conv_width, .. } = *shape;
         let passed = Passed {
             channels: 2 * shape.key_dim() + shape.value_dim(),
@@ -81,7 +81,7 @@ impl ExchangeVolume {
     }
 
     /// As [`of_passed_states`](Self::of_passed_states), of a short convolution, which has no state.
-    pub fn of_passed_tokens(shape: &ShortConvConfig, shard: SpShard) -> Self {
+    pub(super) fn of_passed_tokens(shape: &ShortConvConfig, shard: SpShard) -> Self {
         let (channels, tokens_before) = (shape.channels, shape.taps - 1);
         Self::of_passed(&Passed { channels, tokens_before, state_elems: 0, matrix_elems: 0 }, shard, 1)
     }

@@ -106,7 +106,7 @@ impl ExchangeVolume {
     ///
     /// - forward `b·Σ_{j≠i} [S_i(2·Hk_j·Dk + Hv_j(Dv + n)) + S_j·Hv_i·Dv]`
     /// - backward `b·Σ_{j≠i} [S_i·Hv_j·Dv + S_j(2·Hk_i·Dk + Hv_i(Dv + n))]`
-    pub fn of_linear_attention(shape: &LinearAttentionConfig, shard: SpShard) -> Self {
+    pub(super) fn of_linear_attention(shape: &LinearAttentionConfig, shard: SpShard) -> Self {
         let Heads { q: values, kv: keys } = shape.heads().over_sp(shard.sharding.sp_size());
         let out = |rank: usize| values[rank].len() * shape.value_head_dim;
         let projections = shape.exchanged().len() - 4 + shape.decays_per_head();
@@ -119,7 +119,7 @@ impl ExchangeVolume {
 
     /// The volume of the short convolution of rank i of an sp group, with S tokens and C channels per rank and batch b: forward and
     /// backward `b·Σ_{j≠i} [S_i·C_j + S_j·C_i]` each.
-    pub fn of_short_conv(shape: &ShortConvConfig, shard: SpShard) -> Self {
+    pub(super) fn of_short_conv(shape: &ShortConvConfig, shard: SpShard) -> Self {
         let channels = shape.heads().over_sp(shard.sharding.sp_size()).q;
         let own = |rank: usize| channels[rank].len();
         Self::of_heads(own, own, shard)

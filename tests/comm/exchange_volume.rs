@@ -216,7 +216,7 @@ fn passed_states_go_to_all_later_ranks_and_their_gradients_to_all_earlier_ones()
     let halo = (2 * shape.key_dim() + shape.value_dim()) * (shape.conv_width - 1);
     for rank in 0..5 {
         let shard = SpShard { sharding: SeqSharding::from(5), rank, batch: SEQUENCES, seq_len: 64 };
-        let volume = ExchangeVolume::of_passed_states(shape, shard, 4);
+        let volume = ExchangeVolume::of_mixer(&(*shape).into(), shard, true, 4).unwrap();
         let elems = |receivers: usize, has_matrix: bool| {
             let matrix = if has_matrix { matrix } else { 0 };
             (SEQUENCES * (receivers * (state + matrix) + if receivers > 0 { halo } else { 0 })) as u64

@@ -15,25 +15,21 @@ impl<T> Mixed<T> {
     pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
         self.qkv.iter().chain(&self.b).chain([&self.a])
     }
-}
 
-impl<T> Mixed<T> {
     pub(super) fn map<U>(self, mut f: impl FnMut(T) -> U) -> Mixed<U> {
         Mixed { qkv: self.qkv.map(&mut f), b: self.b.map(&mut f), a: f(self.a) }
+    }
+
+    /// The inverse of the conversion to a list.
+    pub(super) fn from_list(mut items: Vec<T>) -> Option<Self> {
+        let a = items.pop()?;
+        let b = if items.len() > 3 { items.pop() } else { None };
+        Some(Self { qkv: items.try_into().ok()?, b, a })
     }
 }
 
 impl<T> From<Mixed<T>> for Vec<T> {
     fn from(Mixed { qkv, b, a }: Mixed<T>) -> Self {
         qkv.into_iter().chain(b).chain([a]).collect()
-    }
-}
-
-impl<T> Mixed<T> {
-    /// The inverse of the conversion to a list.
-    pub(super) fn from_list(mut items: Vec<T>) -> Option<Self> {
-        let a = items.pop()?;
-        let b = if items.len() > 3 { items.pop() } else { None };
-        Some(Self { qkv: items.try_into().ok()?, b, a })
     }
 }

@@ -34,6 +34,7 @@ impl Transfer<'_> {
         &self,
         group: &dyn ProcessGroup,
     ) -> Result<PendingExchange<()>, SequenceParallelError> {
+        let whole = |index, tensor: &Tensor| StridedBlock::contiguous(index, 0, tensor.elem_count());
         let mut plan = StridedPlan::default();
         plan.send.resize_with(group.world_size(), Vec::new);
         plan.recv.resize_with(group.world_size(), Vec::new);
@@ -56,10 +57,4 @@ impl Transfer<'_> {
         let pending = group.start_all_to_all_strided(inputs, &outputs, &Arc::new(plan))?;
         Ok(PendingExchange { pending, received: (), span: tracing::Span::current() })
     }
-}
-
-/// All elements of a tensor.
-fn whole(index: usize, tensor: &Tensor) -> StridedBlock {
-    let run = tensor.elem_count();
-    StridedBlock { tensor: index, offset: 0, batch: 1, batch_stride: 0, rows: 1, row_stride: run, run }
 }
