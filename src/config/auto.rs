@@ -36,7 +36,7 @@ impl Config {
         let Some(auto) = self.autos.iter_mut().find(|auto| auto.key == TOTAL_NUM_STEPS) else { return };
         if auto.value.is_none() {
             auto.value = Some(steps.into());
-            self.scheduler = self.scheduler.take().map(|scheduler| scheduler.ending_at(steps));
+            self.scheduler.iter_mut().for_each(|scheduler| scheduler.end_at(steps));
         }
     }
 

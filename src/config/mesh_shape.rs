@@ -81,12 +81,10 @@ pub enum MeshShapeError {
         second: StatedSize,
     },
     /// The mesh size is not the world size.
-    #[error("the mesh of {mesh} = {num_ranks} ranks does not fill a world of {world_size} ranks")]
+    #[error("the mesh of {mesh} = {} ranks does not fill a world of {world_size} ranks", mesh.num_ranks())]
     NotTheWorld {
         /// The mesh.
         mesh: MeshShape,
-        /// Its ranks.
-        num_ranks: usize,
         /// Ranks that there are.
         world_size: usize,
     },
@@ -156,7 +154,7 @@ impl StatedSizes {
         let num_ranks = num_ranks.ok_or(MeshShapeError::Overflow { mesh })?;
         match world_size {
             Some(world_size) if world_size != num_ranks => {
-                Err(MeshShapeError::NotTheWorld { mesh, num_ranks, world_size })
+                Err(MeshShapeError::NotTheWorld { mesh, world_size })
             }
             _ => Ok(mesh),
         }

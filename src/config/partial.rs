@@ -82,9 +82,8 @@ impl RawConfig {
                     let needs = "--batch-size, or `train_micro_batch_size_per_gpu`".to_owned();
                     Ok(UnresolvedValue { key: BATCH_KEYS[0], needs })
                 }
-                BatchError::Contradiction { train, micro, accumulation, .. }
-                    if !knows_dp && train.is_multiple_of(micro * accumulation) =>
-                {
+                // A mesh is named if the sizes need another dp.
+                BatchError::Contradiction { train, micro, accumulation, mesh: Some(_), .. } if !knows_dp => {
                     Ok(self.assume_dp(overrides, train / (micro * accumulation), "the batch sizes need"))
                 }
                 _ => Err(error),

@@ -8,6 +8,7 @@ use super::mesh_shape::{SizeOrigin, StatedSize, StatedSizes};
 use super::overlay::merge_rule;
 use super::sections::checkpoint::CheckpointConfig;
 use super::sections::mesh::stated_sizes;
+use super::sections::parameter_groups::ParameterGroup;
 use super::sections::precision::Precision;
 use super::sections::ulysses::Backend;
 use super::sections::zero::{ZeroStage, stated_shard_sizes};
@@ -237,17 +238,18 @@ impl RawConfig {
 fn read_config(root: &Section<'_>) -> Config {
     let mut config = Config::from_section(root);
     let base_lr = config.optimizer.lr();
-    let scheduler = root.section("scheduler");
-    config.scheduler = config.scheduler.map(|rule| rule.with_base_lr(&scheduler, base_lr));
+    if let Some(scheduler) = &mut config.scheduler {
+        scheduler.set_base_lr(&root.section("scheduler"), base_lr);
+    }
     config.optimizer.check(&root.section("optimizer"));
     if root.get("zero_optimization") == Some(true) {
         config.zero.stage = ZeroStage::OptimizerStates; // the old form
     }
     config.zero.check(&root.section("zero_optimization"));
     let is_f32 = config.precision == Precision::F32;
-    config.ulysses.check(&root.section("ulysses"), base_lr, is_f32);
     let averages_micro_batches = config.loss_normalization == LossNormalization::MicroBatch;
-    config.ulysses.check_flexible_sp(&root.section("ulysses"), averages_micro_batches);
+    config.ulysses.check(&root.section("ulysses"), is_f32, averages_micro_batches);
+    ParameterGroup::check_all(&root.section("ulysses"), base_lr);
     let recomputes = config.ulysses.activation_checkpointing;
     config.activation_checkpointing.check(&root.section("activation_checkpointing"), recomputes);
     config.monitoring.comms_logger.check(&root.section("comms_logger"));

@@ -1,6 +1,6 @@
 //! Resolves a file and flags into a [`Config`].
 
-use super::auto::resolve_autos;
+use super::auto::{TOTAL_NUM_STEPS, resolve_autos};
 use super::batch::BatchSizes;
 use super::config::Config;
 use super::error::ConfigError;
@@ -10,7 +10,6 @@ use super::raw::RawConfig;
 use super::sections::mesh_rules::MeshRule;
 use super::sections::mesh_spec::StatedMesh;
 use super::sections::pipeline::{PipelineConfig, PipelineSchedule, stages_of_each};
-use super::sections::scheduler::SchedulerConfig;
 use super::sections::zero::PartitionAxes;
 use crate::config_file::reader::Note;
 use crate::mesh::{MeshError, MeshShape, MeshSpec, PP_AXIS, TP_AXIS};
@@ -93,7 +92,6 @@ impl Resolution<'_> {
             overrides.ring_size.or_else(|| stated.as_ref().and_then(|stated| stated.shape.ring_size));
         config.notes.extend(self.ring_note(ring_size).map(Note::warning));
         config.ulysses.ring_size = ring_size.unwrap_or(config.ulysses.ring_size);
-        check_ring(&config).map_err(|reason| self.mesh_error(reason))?;
         config.seed = overrides.seed.unwrap_or(config.seed);
         overrides.apply(&mut config.ulysses);
         let replaced = overrides.mesh.map_or_else(Vec::new, |mesh| raw.replaced_sizes(mesh));
@@ -107,11 +105,13 @@ impl Resolution<'_> {
                  over dp × sp, as in DeepSpeed; `ulysses.zero_partition_axes` selects other axes",
             ));
         }
-        check_divided_model(&config).map_err(|reason| self.mesh_error(reason))?;
-        check_stages(&config).map_err(|reason| self.mesh_error(reason))?;
+        [check_ring, check_divided_model, check_stages]
+            .iter()
+            .try_for_each(|check| check(&config))
+            .map_err(|reason| self.mesh_error(reason))?;
         config.notes.extend(config.ulysses.pipeline.notes(mesh.pp).map(Note::warning));
         config.notes.extend(config.communication_note().map(Note::warning));
-        config.scheduler = self.scheduler(&config)?;
+        self.set_last_step(&mut config)?;
         config.notes.extend(raw.remarks.notes.iter().cloned());
         let of_scheduler = config.scheduler.as_ref().and_then(|scheduler| scheduler.note(&config.optimizer));
         config.notes.extend(of_scheduler.into_iter().chain(self.rules_note()).map(Note::warning));
@@ -160,19 +160,19 @@ impl Resolution<'_> {
         })
     }
 
-    fn scheduler(&self, config: &Config) -> Result<Option<SchedulerConfig>, ConfigError> {
-        let scheduler = config.scheduler.clone();
-        if !self.raw.decays_to_last_step() {
-            return Ok(scheduler);
-        }
+    fn set_last_step(&self, config: &mut Config) -> Result<(), ConfigError> {
+        let Some(scheduler) = config.scheduler.as_mut().filter(|_| self.raw.decays_to_last_step()) else {
+            return Ok(());
+        };
         // The data decides how many steps an epoch has: `Config::resolve_steps`.
         let steps = config.ulysses.steps.or(config.ulysses.epochs.and(Some(u64::MAX)));
         let steps = steps.ok_or_else(|| ConfigError::AutoWithoutSource {
             file: self.raw.file.clone(),
-            key: "scheduler.params.total_num_steps",
+            key: TOTAL_NUM_STEPS,
             source_of_value: "the number of steps, `ulysses.steps` (--steps of `train`, else --set ulysses.steps=N)",
         })?;
-        Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
+        scheduler.end_at(steps);
+        Ok(())
     }
 
     /// Returns whether the file states the mesh as DeepSpeed's Arctic long-sequence training does, which partitions over

@@ -75,7 +75,7 @@ impl Setting {
 pub(super) struct SetDocument {
     setting: Setting,
     text: String,
-    /// The flag with the first offset of its values.
+    /// The flag, and the first offset of its values.
     pub(super) origin: FlagOrigin,
 }
 

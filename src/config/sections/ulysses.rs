@@ -190,30 +190,28 @@ impl CommConfig {
 }
 
 impl UlyssesConfig {
-    pub(crate) fn check(&self, section: &Section<'_>, optimizer_lr: f64, is_f32: bool) {
-        if self.steps.is_some() && self.epochs.is_some() {
-            section.contradiction("epochs", "either `steps` or `epochs`, not both");
-        }
-        if self.activation_checkpointing_interval > 1 && !self.activation_checkpointing {
-            let expected = "1, unless `ulysses.activation_checkpointing` is true: no layer is recomputed";
-            section.contradiction("activation_checkpointing_interval", expected);
-        }
-        if self.save_attention_output == Some(true) && !self.activation_checkpointing {
-            let expected = "false, unless `ulysses.activation_checkpointing` is true: no layer is recomputed";
-            section.contradiction("save_attention_output", expected);
-        }
-        if self.attention == Some(AttentionChoice::Fused) && is_f32 {
-            section.contradiction("attention", "\"tiled\", unless `bf16` or `fp16` is enabled");
-        }
+    /// Reports keys that contradict each other, or the rest of the file.
+    pub(crate) fn check(&self, section: &Section<'_>, is_f32: bool, averages_micro_batches: bool) {
+        let refuse = |key: &str, is_refused: bool, expected: &str| {
+            if is_refused {
+                section.contradiction(key, expected);
+            }
+        };
+        let recomputes = self.activation_checkpointing;
+        let both = self.steps.is_some() && self.epochs.is_some();
+        refuse("epochs", both, "either `steps` or `epochs`, not both");
+        let expected = "1, unless `ulysses.activation_checkpointing` is true: no layer is recomputed";
+        let skips_layers = self.activation_checkpointing_interval > 1;
+        refuse("activation_checkpointing_interval", skips_layers && !recomputes, expected);
+        let expected = "false, unless `ulysses.activation_checkpointing` is true: no layer is recomputed";
+        let saves_output = self.save_attention_output == Some(true);
+        refuse("save_attention_output", saves_output && !recomputes, expected);
+        let is_fused = self.attention == Some(AttentionChoice::Fused);
+        refuse("attention", is_fused && is_f32, "\"tiled\", unless `bf16` or `fp16` is enabled");
+        // The mean of a micro batch depends on which documents are in it.
+        let expected =
+            "false, unless `loss_normalization` is \"global\": micro batches have other documents with it";
+        refuse("flexible_sp", self.flexible_sp && averages_micro_batches, expected);
         ValidationConfig::check(section);
-        ParameterGroup::check_all(section, optimizer_lr);
-    }
-
-    /// The mean of a micro batch depends on which documents are in it.
-    pub(crate) fn check_flexible_sp(&self, section: &Section<'_>, averages_micro_batches: bool) {
-        if self.flexible_sp && averages_micro_batches {
-            let expected = "false, unless `loss_normalization` is \"global\": micro batches have other documents with it";
-            section.contradiction("flexible_sp", expected);
-        }
     }
 }

@@ -9,7 +9,7 @@ use super::note::Note;
 use super::report::{Auto, Report};
 use crate::config_file::vocabulary::{
     Array, DefaultValue, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant, entries_of, find,
-    is_comment, join, refused_name,
+    is_comment, join, nearest, refused_name,
 };
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::{Range, Ranged};
@@ -180,7 +180,11 @@ impl Checker<'_, '_> {
                 let element = format!("{path}[{index}]");
                 match refused_name(path, &name.value) {
                     Some(refused) => self.refused(element, name.range, &refused),
-                    None => self.report.add_unknown_name(name.range, element, &name.value, known),
+                    None => self.report.add(name.range, element, || Problem::UnknownName {
+                        name: abbreviated(&name.value),
+                        suggestion: nearest(&name.value, known.iter().copied()),
+                        known,
+                    }),
                 }
                 valid = false;
             }

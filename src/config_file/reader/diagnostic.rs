@@ -80,9 +80,7 @@ impl Excerpt {
         let width = on_line(&text[start..end.max(start)], MAX_CHARS - indent).max(1);
         Self { line, text: shown.trim_end().to_owned(), indent, width }
     }
-}
 
-impl Excerpt {
     /// Creates the excerpt of a flag: the flag itself.
     pub(crate) fn of_flag(flag: &str) -> Self {
         Self { line: Position::FLAG.line, text: flag.to_owned(), indent: 0, width: 0 }

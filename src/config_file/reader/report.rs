@@ -131,21 +131,6 @@ impl<'t> Report<'t> {
         });
     }
 
-    /// Adds a string at `path` that is not one of the `known` names.
-    pub(crate) fn add_unknown_name(
-        &self,
-        range: Range,
-        path: String,
-        name: &str,
-        known: &'static [&'static str],
-    ) {
-        self.add(range, path, || Problem::UnknownName {
-            name: abbreviated(name),
-            suggestion: nearest(name, known.iter().copied()),
-            known,
-        });
-    }
-
     /// Adds a note.
     pub(crate) fn note(&self, note: Note) {
         self.state.borrow_mut().remarks.notes.push(note);

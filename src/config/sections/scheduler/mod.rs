@@ -59,26 +59,21 @@ impl Keys for SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Replaces a maximum rate of `"auto"` by the optimizer's rate.
-    pub(crate) fn with_base_lr(self, section: &Section<'_>, base_lr: f64) -> Self {
-        match self {
-            Self::WarmupDecayLr(rule) if section.section("params").is_auto("warmup_max_lr") => {
-                Self::WarmupDecayLr(WarmupDecayLr { warmup_max_lr: base_lr, ..rule })
-            }
-            other => other,
+    /// Sets a maximum rate of `"auto"` to the optimizer's rate.
+    pub(crate) fn set_base_lr(&mut self, section: &Section<'_>, base_lr: f64) {
+        if let Self::WarmupDecayLr(rule) = self
+            && section.section("params").is_auto("warmup_max_lr")
+        {
+            rule.warmup_max_lr = base_lr;
         }
     }
 
     /// Sets the step at which the decay ends.
-    pub(crate) fn ending_at(self, steps: u64) -> Self {
+    pub(crate) fn end_at(&mut self, steps: u64) {
         match self {
-            Self::WarmupDecayLr(rule) => {
-                Self::WarmupDecayLr(WarmupDecayLr { total_num_steps: steps, ..rule })
-            }
-            Self::WarmupCosineLr(rule) => {
-                Self::WarmupCosineLr(WarmupCosineLr { total_num_steps: steps, ..rule })
-            }
-            other => other,
+            Self::WarmupDecayLr(rule) => rule.total_num_steps = steps,
+            Self::WarmupCosineLr(rule) => rule.total_num_steps = steps,
+            _ => {}
         }
     }
 
