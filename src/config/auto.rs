@@ -5,7 +5,7 @@
 //! `"auto"`, which leaves its default.
 
 use super::config::{Config, ResolvedAuto};
-use super::raw::RawConfig;
+use super::raw::{RawConfig, TOTAL_NUM_STEPS};
 use crate::config_file::reader::Auto;
 use crate::config_file::vocabulary::{DefaultValue, Effect, Key};
 use crate::mesh::{SeqSharding, UlyssesLimits};
@@ -13,9 +13,6 @@ use serde_json::Value;
 
 /// The key whose `"auto"` depends on the model.
 const RING_SIZE: &str = "ulysses.ring_size";
-
-/// The key whose `"auto"` depends on the data, with epochs.
-pub(super) const TOTAL_NUM_STEPS: &str = "scheduler.params.total_num_steps";
 
 const TRAINER: &str = "the default of Hugging Face's Trainer";
 

@@ -1,12 +1,11 @@
 //! Partial resolution of an incomplete config, for `ulysses config resolve`.
 
-use super::auto::TOTAL_NUM_STEPS;
 use super::batch::{BATCH_KEYS, BatchError};
 use super::config::Config;
 use super::error::ConfigError;
 use super::mesh_shape::MeshShapeError;
 use super::overrides::Overrides;
-use super::raw::RawConfig;
+use super::raw::{RawConfig, TOTAL_NUM_STEPS};
 use crate::mesh::MeshShape;
 use serde_json::{Value, json};
 

@@ -1,6 +1,5 @@
 //! A checked config file: [`RawConfig`].
 
-use super::auto::TOTAL_NUM_STEPS;
 use super::batch::BATCH_KEYS;
 use super::config::{Config, LossNormalization, root};
 use super::error::ConfigError;
@@ -22,6 +21,9 @@ use crate::mesh::MeshShape;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
+
+/// The key whose `"auto"` depends on the steps of the run, which follow from the data if it has epochs.
+pub(super) const TOTAL_NUM_STEPS: &str = "scheduler.params.total_num_steps";
 
 /// A valid config file, before [`RawConfig::resolve`] adds the command line and computes mesh
 /// and batch sizes.

@@ -1,12 +1,12 @@
 //! Resolves a file and flags into a [`Config`].
 
-use super::auto::{TOTAL_NUM_STEPS, resolve_autos};
+use super::auto::resolve_autos;
 use super::batch::BatchSizes;
 use super::config::Config;
 use super::error::ConfigError;
 use super::mesh_shape::{MeshShapeError, SizeOrigin, StatedSize, StatedSizes, shard_size};
 use super::overrides::Overrides;
-use super::raw::RawConfig;
+use super::raw::{RawConfig, TOTAL_NUM_STEPS};
 use super::sections::mesh_rules::MeshRule;
 use super::sections::mesh_spec::StatedMesh;
 use super::sections::pipeline::{PipelineConfig, PipelineSchedule, stages_of_each};
