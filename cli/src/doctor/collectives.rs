@@ -26,38 +26,41 @@ pub(super) fn check(
     mib: u16,
 ) -> Vec<Finding> {
     let outcomes = placement.launch(ranks, options, |rank, device| check_all(&rank.group, &device));
-    let checked = match outcomes.map_err(anyhow::Error::from) {
+    let checked = match outcomes {
         Ok(checked) => checked,
-        Err(error) => return vec![Finding::new(section, "all", State::Failed, format!("{error:#}"))],
+        Err(error) => return vec![Finding::failed(section, "all", error)],
     };
     let mut all =
         BenchRanks { on: &mut JobRanks::threads(placement), count: ranks, options: options.clone() };
     let rates = match collectives(&mut all, usize::from(mib) << 18, REPEATS) {
         Ok(figures) => figures,
         Err(Failure::Run(error) | Failure::Usage(error)) => {
-            return vec![Finding::new(section, "rates", State::Failed, format!("{error:#}"))];
+            return vec![Finding::failed(section, "rates", error)];
         }
         Err(Failure::Stopped { .. } | Failure::Ended { .. }) => Vec::new(),
     };
-    let finding = |(index, (name, _)): (usize, &Checked)| {
-        let faults = checked.iter().enumerate().map(|(rank, outcomes)| (rank, &outcomes[index].1));
-        let fault = faults.filter_map(|(rank, fault)| Some((rank, fault.as_ref()?))).next();
+    let finding = |(index, Checked { name, .. }): (usize, &Checked)| {
+        let fault = |(rank, checked): (usize, &Vec<Checked>)| {
+            Some(format!("rank {rank}: {}", checked[index].fault.as_ref()?))
+        };
+        let fault = checked.iter().enumerate().find_map(fault);
         match (fault, rates.iter().find(|figure| figure.name == *name).map(Figure::rate)) {
-            (Some((rank, fault)), _) => {
-                Finding::new(section, *name, State::Failed, format!("rank {rank}: {fault}"))
-            }
-            (None, None) => Finding::new(section, *name, State::Ok, "correct"),
+            (Some(fault), _) => Finding::new(section, *name, State::Failed, fault),
+            (None, None) => Finding::ok(section, *name, "correct"),
             (None, Some(rate)) => {
-                let text = format!("correct, busbw {rate:.2} GB/s");
-                Finding::new(section, *name, State::Ok, text).with_value(rate)
+                Finding::ok(section, *name, format!("correct, busbw {rate:.2} GB/s")).with_value(rate)
             }
         }
     };
     checked.first().map_or_else(Vec::new, |first| first.iter().enumerate().map(finding).collect())
 }
 
-/// A collective's name, and the first wrong element, if any.
-type Checked = (&'static str, Option<String>);
+/// A tested collective.
+struct Checked {
+    name: &'static str,
+    /// The first wrong element, if any.
+    fault: Option<String>,
+}
 
 /// Compares the result of each collective with the expected one. Wrong data does not end the test early, so that all
 /// ranks make the same calls.
@@ -69,19 +72,20 @@ fn check_all(group: &Arc<dyn ProcessGroup>, device: &Device) -> Result<Vec<Check
     let value = |rank: usize, index: usize| (10_000 * rank + index) as f32;
     let of = |rank: usize, count: usize| (0..count).map(|index| value(rank, index)).collect::<Vec<_>>();
     let sum = |index: usize| (0..n).map(|rank| value(rank, index)).sum::<f32>();
-    let mut checked = Vec::new();
+    let mut all = Vec::new();
+    let mut checked = |name, fault| all.push(Checked { name, fault });
 
     let reduced = tensor(of(me, ELEMS))?;
     group.all_reduce(&reduced, ReduceOp::Sum)?;
-    checked.push(("all_reduce", differs(&reduced, (0..ELEMS).map(sum))?));
+    checked("all_reduce", differs(&reduced, (0..ELEMS).map(sum))?);
 
     let (whole, part) = (tensor(of(me, 101 * n))?, zeros(101)?);
     group.reduce_scatter(&whole, &part, ReduceOp::Sum)?;
-    checked.push(("reduce_scatter", differs(&part, (101 * me..101 * (me + 1)).map(sum))?));
+    checked("reduce_scatter", differs(&part, (101 * me..101 * (me + 1)).map(sum))?);
 
     let gathered = zeros(ELEMS * n)?;
     group.all_gather(&tensor(of(me, ELEMS))?, &gathered)?;
-    checked.push(("all_gather", differs(&gathered, (0..n).flat_map(|rank| of(rank, ELEMS)))?));
+    checked("all_gather", differs(&gathered, (0..n).flat_map(|rank| of(rank, ELEMS)))?);
 
     // Rank i sends 7i + j elements to rank j; rank 0 sends none to itself.
     let count = |from: usize, to: usize| 7 * from + to;
@@ -91,26 +95,26 @@ fn check_all(group: &Arc<dyn ProcessGroup>, device: &Device) -> Result<Vec<Check
     group.all_to_all(&tensor(sent.collect())?, &received, &to, &from)?;
     let expected =
         (0..n).flat_map(|peer| (0..count(peer, me)).map(move |index| value(peer, 100 * me + index)));
-    checked.push(("all_to_all", differs(&received, expected)?));
+    checked("all_to_all", differs(&received, expected)?);
 
-    checked.push(("Ulysses exchange", check_exchange(group, device)?));
+    checked("Ulysses exchange", check_exchange(group, device)?);
 
     let sent = tensor(of(me, ELEMS))?;
     group.broadcast(&sent, n - 1)?;
-    checked.push(("broadcast", differs(&sent, of(n - 1, ELEMS))?));
+    checked("broadcast", differs(&sent, of(n - 1, ELEMS))?);
 
     let (mine, received) = (tensor(of(me, ELEMS))?, zeros(ELEMS)?);
     let pending = [group.start_send(&mine, (me + 1) % n)?, group.start_recv(&received, (me + n - 1) % n)?];
     pending.into_iter().try_for_each(|pending| pending.wait())?;
-    checked.push(("send, recv", differs(&received, of((me + n - 1) % n, ELEMS))?));
+    checked("send, recv", differs(&received, of((me + n - 1) % n, ELEMS))?);
 
     let half = group.split("half", Some(me % 2), me)?.context("every rank has a color")?;
     let ranks = half.all_gather_values(&[me as f32])?;
-    checked.push(("split", differs(&tensor(ranks)?, (me % 2..n).step_by(2).map(|rank| rank as f32))?));
+    checked("split", differs(&tensor(ranks)?, (me % 2..n).step_by(2).map(|rank| rank as f32))?);
 
     group.barrier()?;
-    checked.push(("barrier", None));
-    Ok(checked)
+    checked("barrier", None);
+    Ok(all)
 }
 
 /// Tests the exchange between tokens and heads, both with uneven shards.
@@ -167,7 +171,7 @@ mod tests {
             let checked =
                 launch(ranks, &LaunchOptions::default(), |rank| check_all(&rank.group, &Device::Cpu))
                     .unwrap();
-            for (name, fault) in checked.iter().flatten() {
+            for Checked { name, fault } in checked.iter().flatten() {
                 assert_eq!(*fault, None, "{name} on {ranks} ranks");
             }
             assert!(checked.iter().all(|of_rank| of_rank.len() == 9));

@@ -17,8 +17,15 @@ use ulysses::trainer::job::{DevicePlacement, DeviceRequest};
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
+/// A CUDA release; later ones are greater.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct CudaVersion {
+    major: u32,
+    minor: u32,
+}
+
 /// The oldest CUDA release that has all functions in use.
-const OLDEST_CUDA: (u32, u32) = (12, 4);
+const OLDEST_CUDA: CudaVersion = CudaVersion { major: 12, minor: 4 };
 
 /// Libraries of a CUDA build.
 const LIBRARIES: [&str; 6] = ["libcuda", "libcudart", "libcublas", "libcublasLt", "libnvrtc", "libcurand"];
@@ -42,10 +49,11 @@ pub(super) fn check(args: &DoctorArgs) -> Vec<Finding> {
     };
     findings.extend(gpus.iter().enumerate().map(|(ordinal, gpu)| {
         let text = describe(gpu, gpus.len());
-        Finding::new("GPU", format!("GPU {ordinal}"), State::Ok, text).with_value(gpu.total_bytes as f64)
+        Finding::ok("GPU", format!("GPU {ordinal}"), text).with_value(gpu.total_bytes as f64)
     }));
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    findings.extend(cuda_version(driver_cuda_version().ok(), &maps));
+    let driver = driver_cuda_version().ok();
+    findings.extend(driver.map(|(major, minor)| cuda_version(CudaVersion { major, minor }, &maps)));
     findings.extend(LIBRARIES.into_iter().filter_map(|name| library(&maps, name)));
     findings.extend(nccl(&maps));
     findings.extend((0..gpus.len()).map(attention));
@@ -55,11 +63,9 @@ pub(super) fn check(args: &DoctorArgs) -> Vec<Finding> {
 }
 
 fn driver() -> Finding {
-    let driver = std::fs::read_to_string("/proc/driver/nvidia/version").ok();
-    match driver.as_deref().and_then(|text| text.lines().next()) {
-        Some(line) => {
-            Finding::new("GPU", "driver", State::Ok, line.trim_start_matches("NVRM version:").trim())
-        }
+    let driver = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    match driver.lines().next() {
+        Some(line) => Finding::ok("GPU", "driver", line.trim_start_matches("NVRM version:").trim()),
         None => Finding::new("GPU", "driver", State::Absent, "no NVIDIA driver is loaded"),
     }
 }
@@ -69,7 +75,7 @@ fn listed() -> Vec<Finding> {
     let query = ["--query-gpu=name,memory.total", "--format=csv,noheader"];
     let listed = output(Command::new("nvidia-smi").args(query)).unwrap_or_default();
     let gpus = listed.lines().enumerate();
-    gpus.map(|(ordinal, line)| Finding::new("GPU", format!("GPU {ordinal}"), State::Ok, line)).collect()
+    gpus.map(|(ordinal, line)| Finding::ok("GPU", format!("GPU {ordinal}"), line)).collect()
 }
 
 fn describe(gpu: &Gpu, num_gpus: usize) -> String {
@@ -83,19 +89,17 @@ fn describe(gpu: &Gpu, num_gpus: usize) -> String {
 }
 
 /// Compares the CUDA version of the driver with the version that the libraries of this process need.
-fn cuda_version(driver: Option<(u32, u32)>, maps: &str) -> Option<Finding> {
-    let (major, minor) = driver?;
+fn cuda_version(driver: CudaVersion, maps: &str) -> Finding {
     let is_cuda_13 = file_of(maps, "libcublas").is_some_and(|file| file.contains(".so.13"));
-    let needed = if is_cuda_13 { (13, 0) } else { OLDEST_CUDA };
-    let text = format!("the driver supports CUDA {major}.{minor}");
-    Some(if (major, minor) >= needed {
-        Finding::new("GPU", "CUDA version", State::Ok, text)
-    } else {
-        let (major, minor) = needed;
-        let advice = "update the driver, or build with the toolkit of an older CUDA release";
-        let text = format!("{text}, but this build needs {major}.{minor}: {advice}");
-        Finding::new("GPU", "CUDA version", State::Failed, text)
-    })
+    let needed = if is_cuda_13 { CudaVersion { major: 13, minor: 0 } } else { OLDEST_CUDA };
+    let text = format!("the driver supports CUDA {}.{}", driver.major, driver.minor);
+    if driver >= needed {
+        return Finding::ok("GPU", "CUDA version", text);
+    }
+    let CudaVersion { major, minor } = needed;
+    let advice = "update the driver, or build with the toolkit of an older CUDA release";
+    let text = format!("{text}, but this build needs {major}.{minor}: {advice}");
+    Finding::new("GPU", "CUDA version", State::Failed, text)
 }
 
 /// Returns the file of a loaded library.
@@ -110,7 +114,7 @@ fn file_of<'a>(maps: &'a str, library: &str) -> Option<&'a str> {
 
 /// Without a library that it links, the program does not start; others are not needed.
 fn library(maps: &str, name: &'static str) -> Option<Finding> {
-    Some(Finding::new("GPU", name, State::Ok, file_of(maps, name)?))
+    Some(Finding::ok("GPU", name, file_of(maps, name)?))
 }
 
 #[cfg(feature = "nccl")]
@@ -118,7 +122,7 @@ fn nccl(maps: &str) -> Option<Finding> {
     Some(match ulysses::comm::nccl::version() {
         Ok([major, minor, patch]) => {
             let file = file_of(maps, "libnccl").unwrap_or("linked statically");
-            Finding::new("GPU", "NCCL", State::Ok, format!("{major}.{minor}.{patch}, {file}"))
+            Finding::ok("GPU", "NCCL", format!("{major}.{minor}.{patch}, {file}"))
         }
         Err(error) => Finding::new("GPU", "NCCL", State::Failed, error.to_string()),
     })
@@ -140,7 +144,7 @@ fn attention(ordinal: usize) -> Finding {
             let kernels: Vec<String> = checked.iter().map(describe_kernels).collect();
             Finding::new("GPU", name, state, format!("in bf16, {}", kernels.join("; ")))
         }
-        Err(error) => Finding::new("GPU", name, State::Failed, format!("{error:#}")),
+        Err(error) => Finding::failed("GPU", name, error),
     }
 }
 
@@ -166,12 +170,10 @@ fn training(ordinal: usize) -> Finding {
     let name = format!("training on GPU {ordinal}");
     match train(ordinal) {
         Ok(loss) if loss.is_finite() => {
-            Finding::new("GPU", name, State::Ok, format!("2 steps of a small model, loss {loss:.4}"))
+            Finding::ok("GPU", name, format!("2 steps of a small model, loss {loss:.4}"))
         }
         Ok(loss) => Finding::new("GPU", name, State::Failed, format!("the loss is {loss}")),
-        Err(Failure::Usage(error) | Failure::Run(error)) => {
-            Finding::new("GPU", name, State::Failed, format!("{error:#}"))
-        }
+        Err(Failure::Usage(error) | Failure::Run(error)) => Finding::failed("GPU", name, error),
         Err(Failure::Stopped { .. } | Failure::Ended { .. }) => {
             Finding::new("GPU", name, State::Failed, "stopped by a signal")
         }
@@ -222,13 +224,12 @@ mod tests {
 
     #[test]
     fn the_driver_must_support_the_cuda_release_of_the_libraries() {
-        let state = |driver, maps: &str| cuda_version(driver, maps).map(|finding| finding.state);
+        let state = |major, minor, maps: &str| cuda_version(CudaVersion { major, minor }, maps).state;
         let cuda_12 = MAPS.replace(".so.13", ".so.12");
-        assert_eq!(state(Some((12, 4)), &cuda_12), Some(State::Ok));
-        assert_eq!(state(Some((12, 2)), &cuda_12), Some(State::Failed));
-        assert_eq!(state(Some((13, 0)), MAPS), Some(State::Ok));
-        assert_eq!(state(Some((12, 8)), MAPS), Some(State::Failed));
-        assert_eq!(state(None, MAPS), None);
+        assert_eq!(state(12, 4, &cuda_12), State::Ok);
+        assert_eq!(state(12, 2, &cuda_12), State::Failed);
+        assert_eq!(state(13, 0, MAPS), State::Ok);
+        assert_eq!(state(12, 8, MAPS), State::Failed);
     }
 
     #[test]

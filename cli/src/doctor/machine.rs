@@ -22,9 +22,10 @@ const GIB: f64 = (1_u64 << 30) as f64;
 const LOW_MEMORY_BYTES: f64 = 2.0 * GIB;
 
 pub(super) fn cpu() -> Vec<Finding> {
-    let features = features();
-    let names: Vec<&str> = features.iter().filter(|(_, there)| *there).map(|(name, _)| *name).collect();
-    let missing: Vec<&str> = features.iter().filter(|(_, there)| !there).map(|(name, _)| *name).collect();
+    let (there, missing): (Vec<Feature>, Vec<Feature>) =
+        features().into_iter().partition(|feature| feature.is_there);
+    let [names, missing] =
+        [there, missing].map(|of| of.iter().map(|feature| feature.name).collect::<Vec<_>>());
     // Without these the kernels use their slow baseline versions.
     let is_slow = cfg!(target_arch = "x86_64") && (missing.contains(&"avx2") || missing.contains(&"fma"));
     let state = if is_slow { State::Warning } else { State::Ok };
@@ -35,21 +36,27 @@ pub(super) fn cpu() -> Vec<Finding> {
     // `main` has reported an invalid environment variable before.
     let bf16 = bf16_gemm().ok().flatten().unwrap_or("none (computed in f32)");
     vec![
-        Finding::new("CPU", "model", State::Ok, cpu_name()),
+        Finding::ok("CPU", "model", cpu_name()),
         Finding::new("CPU", "vector features", state, text),
-        Finding::new("CPU", "bf16 GEMM", State::Ok, bf16.to_owned()),
-        Finding::new("CPU", "threads", State::Ok, cores().to_string()).with_value(cores() as f64),
+        Finding::ok("CPU", "bf16 GEMM", bf16),
+        Finding::ok("CPU", "threads", cores().to_string()).with_value(cores() as f64),
     ]
 }
 
+/// A CPU feature.
+struct Feature {
+    name: &'static str,
+    is_there: bool,
+}
+
 /// Returns the CPU features that select kernels.
-fn features() -> Vec<(&'static str, bool)> {
+fn features() -> Vec<Feature> {
     #[cfg(target_arch = "x86_64")]
     return vec![
-        ("avx2", is_x86_feature_detected!("avx2")),
-        ("fma", is_x86_feature_detected!("fma")),
-        ("avx512f", is_x86_feature_detected!("avx512f")),
-        ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
+        Feature { name: "avx2", is_there: is_x86_feature_detected!("avx2") },
+        Feature { name: "fma", is_there: is_x86_feature_detected!("fma") },
+        Feature { name: "avx512f", is_there: is_x86_feature_detected!("avx512f") },
+        Feature { name: "avx512bf16", is_there: is_x86_feature_detected!("avx512bf16") },
     ];
     #[cfg(not(target_arch = "x86_64"))]
     return Vec::new();
@@ -61,24 +68,21 @@ pub(super) fn memory() -> Vec<Finding> {
         Finding::new("memory", name, state, format!("{:.1} GiB", bytes / GIB)).with_value(bytes)
     };
     let lines = [("installed", "MemTotal:"), ("available", "MemAvailable:")];
-    lines
-        .into_iter()
-        .map(|(name, label)| match meminfo_bytes(label) {
-            Some(bytes) => finding(name, bytes),
-            None => Finding::new("memory", name, State::Absent, "unknown on this system"),
-        })
-        .collect()
+    let line = |(name, label)| match meminfo_bytes(label) {
+        Some(bytes) => finding(name, bytes),
+        None => Finding::new("memory", name, State::Absent, "unknown on this system"),
+    };
+    lines.map(line).into()
 }
 
 pub(super) fn mpi() -> Vec<Finding> {
-    let built = cfg!(feature = "mpi");
-    let launcher = first_line(Command::new("mpirun").arg("--version"));
+    let version = output(Command::new("mpirun").arg("--version"));
     // A build with MPI needs its launcher.
-    let missing = if built { State::Warning } else { State::Absent };
+    let missing = if cfg!(feature = "mpi") { State::Warning } else { State::Absent };
     vec![
         feature("MPI", "mpi"),
-        match launcher {
-            Some(version) => Finding::new("MPI", "mpirun", State::Ok, version),
+        match version.as_deref().and_then(|version| version.lines().next()) {
+            Some(version) => Finding::ok("MPI", "mpirun", version),
             None => Finding::new("MPI", "mpirun", missing, "not found"),
         },
     ]
@@ -91,12 +95,11 @@ pub(super) fn feature(section: &'static str, name: &'static str) -> Finding {
         "cuda" => cfg!(feature = "cuda"),
         _ => cfg!(feature = "nccl"),
     };
-    let (state, text) = if is_there {
-        (State::Ok, "enabled".to_owned())
-    } else {
-        (State::Absent, format!("not enabled in this build (--features {name})"))
-    };
-    Finding::new(section, format!("feature {name}"), state, text)
+    let text = format!("not enabled in this build (--features {name})");
+    match (format!("feature {name}"), is_there) {
+        (name, true) => Finding::ok(section, name, "enabled"),
+        (name, false) => Finding::new(section, name, State::Absent, text),
+    }
 }
 
 /// Measures the GEMM rate and the copy rate on all threads.
@@ -113,7 +116,7 @@ pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
     })?;
     let finding = |(figure, (name, unit)): (&Figure, (&str, &str))| {
         let rate = figure.rate();
-        Finding::new("rates", name, State::Ok, format!("{rate:.1} {unit}")).with_value(rate)
+        Finding::ok("rates", name, format!("{rate:.1} {unit}")).with_value(rate)
     };
     Ok(figures.iter().zip([("GEMM, f32", "GFLOP/s"), ("memory copy", "GB/s")]).map(finding).collect())
 }
@@ -122,10 +125,8 @@ pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
 pub(super) fn disk(dir: &Path, mib: u16) -> Finding {
     let name = format!("write to {}", dir.display());
     match write_rate(dir, mib) {
-        Ok(rate) => {
-            Finding::new("disk", name, State::Ok, format!("{rate:.2} GB/s with fsync")).with_value(rate)
-        }
-        Err(error) => Finding::new("disk", name, State::Failed, format!("{error:#}")),
+        Ok(rate) => Finding::ok("disk", name, format!("{rate:.2} GB/s with fsync")).with_value(rate),
+        Err(error) => Finding::failed("disk", name, error),
     }
 }
 
@@ -148,8 +149,4 @@ fn write_rate(dir: &Path, mib: u16) -> Result<f64> {
 pub(super) fn output(command: &mut Command) -> Option<String> {
     let output = command.output().ok().filter(|output| output.status.success())?;
     String::from_utf8(output.stdout).ok()
-}
-
-fn first_line(command: &mut Command) -> Option<String> {
-    output(command)?.lines().next().map(str::to_owned)
 }

@@ -63,6 +63,15 @@ impl Finding {
         Self { section, name: name.into(), state, text: text.into(), value: None }
     }
 
+    fn ok(section: &'static str, name: impl Into<String>, text: impl Into<String>) -> Self {
+        Self::new(section, name, State::Ok, text)
+    }
+
+    /// The finding of a check that could not be made.
+    fn failed(section: &'static str, name: impl Into<String>, error: impl Into<anyhow::Error>) -> Self {
+        Self::new(section, name, State::Failed, format!("{:#}", error.into()))
+    }
+
     fn with_value(self, value: f64) -> Self {
         Self { value: Some(value), ..self }
     }
