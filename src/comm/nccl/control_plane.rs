@@ -55,20 +55,20 @@ impl ControlPlane {
 
     fn receive(&mut self) -> Result<(), CommError> {
         let mut failure = None;
-        for (rank, received) in self.channel.poll() {
-            match received {
-                Received::Message(ControlMessage::CallReport(report)) => self.report.note(rank, report),
-                Received::Message(ControlMessage::Failed(error)) => {
+        for Received { from: rank, message } in self.channel.poll() {
+            match message {
+                Some(ControlMessage::CallReport(report)) => self.report.note(rank, report),
+                Some(ControlMessage::Failed(error)) => {
                     self.has_received_failure = true;
                     failure = failure.or(Some(error));
                 }
-                Received::Message(ControlMessage::Ended) => {}
+                Some(ControlMessage::Ended) => {}
                 // Not a failure: the launcher's watchdog asks the ranks to save and end, for which they need each other.
-                Received::Lost if rank == NO_RANK => tracing::warn!(
+                None if rank == NO_RANK => tracing::warn!(
                     "the launcher, which hosts the store, has ended; rank {} no longer receives failures of other ranks",
                     self.rank
                 ),
-                Received::Lost => {
+                None => {
                     // The host has forwarded everything, or has ended itself, which all ranks see.
                     self.has_received_failure = true;
                     let reason = "its process ended unexpectedly".to_owned();

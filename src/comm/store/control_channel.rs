@@ -1,6 +1,6 @@
 //! Control messages over a store: each message is a key, which all other ranks watch.
 
-use super::{Departure, MAX_VALUE_BYTES, Store};
+use super::{Change, Departure, MAX_VALUE_BYTES, Store};
 use crate::comm::CommError;
 use crate::comm::diagnostics::{CallReport, ControlMessage};
 
@@ -9,11 +9,10 @@ const MAX_REASON_CHARS: usize = 2000;
 
 /// Input from another rank.
 #[derive(Debug, PartialEq, Eq)]
-pub(in crate::comm) enum Received {
-    /// A control message.
-    Message(ControlMessage),
-    /// Its process ended without `Ended`.
-    Lost,
+pub(in crate::comm) struct Received {
+    pub(in crate::comm) from: usize,
+    /// `None` if its process ended without [`ControlMessage::Ended`].
+    pub(in crate::comm) message: Option<ControlMessage>,
 }
 
 /// One rank's endpoint for control messages to and from all other ranks.
@@ -37,23 +36,20 @@ impl ControlChannel {
         }
     }
 
-    /// Returns the messages received, each with its sender, in the sender's order.
-    pub(in crate::comm) fn poll(&mut self) -> Vec<(usize, Received)> {
-        let mut arrived = Vec::new();
-        for change in self.store.watch() {
-            match (change.departure(), change.value) {
-                (Some(Departure::Ended(rank)), _) => {
-                    arrived.push((rank, Received::Message(ControlMessage::Ended)));
-                }
-                (Some(Departure::Lost(rank)), _) => arrived.push((rank, Received::Lost)),
-                (None, Some(text)) if change.key.starts_with("control/") => {
-                    let message = serde_json::from_slice(&text).ok();
-                    arrived.extend(message.map(|message| (change.rank, Received::Message(message))));
-                }
-                (None, _) => {}
+    /// Returns the messages received, in the order of each sender.
+    pub(in crate::comm) fn poll(&mut self) -> Vec<Received> {
+        let received = |change: Change| match (change.departure(), change.value) {
+            (Some(Departure::Ended(from)), _) => {
+                Some(Received { from, message: Some(ControlMessage::Ended) })
             }
-        }
-        arrived
+            (Some(Departure::Lost(from)), _) => Some(Received { from, message: None }),
+            (None, Some(text)) if change.key.starts_with("control/") => {
+                let message = Some(serde_json::from_slice(&text).ok()?);
+                Some(Received { from: change.rank, message })
+            }
+            (None, _) => None,
+        };
+        self.store.watch().filter_map(received).collect()
     }
 
     /// The rank that relays all messages.

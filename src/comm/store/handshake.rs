@@ -120,35 +120,38 @@ pub(super) fn other_version(magic: &[u8]) -> String {
 
 impl Session<'_> {
     /// Encodes the second message of a rank.
-    pub(super) fn claim(&self, claim: Claim) -> Vec<u8> {
-        let stated = [claim.rank.to_le_bytes(), claim.world_size.to_le_bytes()].concat();
-        let proof = self.prove(b"rank", &stated);
-        [&stated[..], proof.as_bytes()].concat()
+    pub(super) fn claim(&self, Claim { rank, world_size }: Claim) -> Vec<u8> {
+        self.seal(b"rank", &[rank.to_le_bytes(), world_size.to_le_bytes()].concat())
     }
 
     /// Decodes a claim of [`CLAIM_BYTES`], if its sender knows the secret.
     pub(super) fn read_claim(&self, message: &[u8]) -> Option<Claim> {
-        let (stated, proof) = message.split_at_checked(16)?;
-        let (rank, world_size) = stated.split_at_checked(8)?;
-        let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_le_bytes);
-        let claim = Claim { rank: number(rank)?, world_size: number(world_size)? };
-        (self.prove(b"rank", stated) == hash(proof)?).then_some(claim)
+        let (rank, world_size) = self.unseal(b"rank", message)?.split_first_chunk()?;
+        let (rank, world_size) = (u64::from_le_bytes(*rank), u64::from_le_bytes(world_size.try_into().ok()?));
+        Some(Claim { rank, world_size })
     }
 
     /// Encodes the host's answer to a claim.
-    pub(super) fn reply(&self, reply: Reply) -> Vec<u8> {
-        let head = [&[reply.verdict as u8][..], &reply.world_size.to_le_bytes()].concat();
-        let proof = self.prove(b"root", &head);
-        [&head[..], proof.as_bytes()].concat()
+    pub(super) fn reply(&self, Reply { verdict, world_size }: Reply) -> Vec<u8> {
+        self.seal(b"root", &[&[verdict as u8][..], &world_size.to_le_bytes()].concat())
     }
 
     /// Decodes an answer of [`REPLY_BYTES`], if the host knows the secret.
     pub(super) fn read_reply(&self, message: &[u8]) -> Option<Reply> {
-        let (head, proof) = message.split_at_checked(9)?;
-        let (verdict, world_size) = head.split_first()?;
+        let (verdict, world_size) = self.unseal(b"root", message)?.split_first()?;
         let verdict = *Verdict::ALL.get(usize::from(*verdict))?;
-        let world_size = u64::from_le_bytes(world_size.try_into().ok()?);
-        (self.prove(b"root", head) == hash(proof)?).then_some(Reply { verdict, world_size })
+        Some(Reply { verdict, world_size: u64::from_le_bytes(world_size.try_into().ok()?) })
+    }
+
+    /// Appends a side's proof to its statement.
+    fn seal(&self, side: &[u8; 4], stated: &[u8]) -> Vec<u8> {
+        [stated, self.prove(side, stated).as_bytes()].concat()
+    }
+
+    /// Returns a side's statement without its proof, if the proof is right.
+    fn unseal<'m>(&self, side: &[u8; 4], message: &'m [u8]) -> Option<&'m [u8]> {
+        let (stated, proof) = message.split_last_chunk()?;
+        (self.prove(side, stated) == blake3::Hash::from_bytes(*proof)).then_some(stated)
     }
 
     /// Returns the key for the frames of one side.
@@ -161,10 +164,6 @@ impl Session<'_> {
         let text = [&side[..], &self.root, &self.peer, stated].concat();
         blake3::keyed_hash(self.secret.key(), &text)
     }
-}
-
-fn hash(proof: &[u8]) -> Option<blake3::Hash> {
-    Some(blake3::Hash::from_bytes(proof.try_into().ok()?))
 }
 
 /// The key for the frames of one connection, on one side of it.
@@ -181,7 +180,7 @@ impl FrameKey {
 
     /// Returns whether `proof` is the other side's proof of such a frame.
     pub(super) fn is_proof(&self, number: u64, body: &[u8], proof: &[u8]) -> bool {
-        hash(proof).is_some_and(|proof| self.prove(!self.is_host, number, body) == proof)
+        self.prove(!self.is_host, number, body) == *proof
     }
 
     fn prove(&self, by_host: bool, number: u64, body: &[u8]) -> blake3::Hash {

@@ -61,20 +61,18 @@ impl JobStore {
             self.channel = Some(ControlChannel::new(Store::open(NO_RANK, ranks.len(), ranks)));
         }
         let Some(channel) = &mut self.channel else { return };
-        for (rank, received) in channel.poll() {
-            match received {
-                Received::Message(ControlMessage::Failed(error)) => {
+        for Received { from, message } in channel.poll() {
+            match message {
+                Some(ControlMessage::Failed(error)) => {
                     let failed = match error {
                         CommError::PeerFailed { rank, .. } => rank,
-                        _ => rank,
+                        _ => from,
                     };
                     self.first_failed.get_or_insert(failed);
                     self.failure.get_or_insert(error.to_string());
                 }
-                Received::Lost => {
-                    self.first_failed.get_or_insert(rank);
-                }
-                Received::Message(_) => {}
+                None => _ = self.first_failed.get_or_insert(from),
+                Some(_) => {}
             }
         }
         if !channel.is_connected() {

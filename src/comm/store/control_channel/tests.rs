@@ -14,8 +14,12 @@ pub(in crate::comm) fn connected(ranks: usize) -> Vec<ControlChannel> {
     connected_stores(ranks).into_iter().map(ControlChannel::new).collect()
 }
 
+fn received(from: usize, message: ControlMessage) -> Received {
+    Received { from, message: Some(message) }
+}
+
 /// Polls until `count` messages have arrived.
-fn receive(ends: &mut [ControlChannel], rank: usize, count: usize) -> Vec<(usize, Received)> {
+fn receive(ends: &mut [ControlChannel], rank: usize, count: usize) -> Vec<Received> {
     let (mut arrived, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
     while arrived.len() < count && Instant::now() < deadline {
         // Rank 0 relays while it polls.
@@ -55,12 +59,12 @@ fn a_message_reaches_all_other_ranks_and_not_its_sender() {
             arrived.0.extend(root[0].poll());
             arrived.1.extend(second[0].poll());
         }
-        let expected = [(1, Received::Message(long.clone())), (1, Received::Message(ControlMessage::Ended))];
+        let expected = [received(1, long.clone()), received(1, ControlMessage::Ended)];
         assert_eq!((&arrived.0[..], &arrived.1[..]), (&expected[..], &expected[..]));
     });
     ends[0].send(&failed(0, "told to"));
     for rank in [1, 2] {
-        assert_eq!(receive(&mut ends, rank, 1), [(0, Received::Message(failed(0, "told to")))]);
+        assert_eq!(receive(&mut ends, rank, 1), [received(0, failed(0, "told to"))]);
     }
 }
 
@@ -70,9 +74,9 @@ fn a_process_that_ends_is_gone_unless_it_announced_its_end() {
     end(&mut ends[1]);
     let (second, first) = (ends.pop(), ends.pop());
     drop((first, second));
-    let mut received = receive(&mut ends, 0, 2);
-    received.sort_by_key(|(rank, _)| *rank);
-    assert_eq!(received, [(1, Received::Message(ControlMessage::Ended)), (2, Received::Lost)]);
+    let mut arrived = receive(&mut ends, 0, 2);
+    arrived.sort_by_key(|received| received.from);
+    assert_eq!(arrived, [received(1, ControlMessage::Ended), Received { from: 2, message: None }]);
     assert_eq!(ends[0].poll(), [], "reported once");
 }
 
@@ -117,7 +121,7 @@ fn the_last_message_arrives_despite_unsent_and_unread_data() {
         }
     });
     assert_eq!(arrived.len(), sent + 1);
-    assert_eq!(arrived.last(), Some(&(1, Received::Message(ControlMessage::Ended))));
+    assert_eq!(arrived.last(), Some(&received(1, ControlMessage::Ended)));
 }
 
 #[test]
@@ -127,16 +131,16 @@ fn rank_0_forwards_messages_until_all_ranks_have_ended() {
         let (mut second, mut first, mut root) = (ends.remove(2), ends.remove(1), ends.remove(0));
         scope.spawn(move || root.close());
         let deadline = Instant::now() + Duration::from_secs(20);
-        let mut receive = |expected: &[(usize, Received)]| {
+        let mut receive = |expected: &[Received]| {
             let mut arrived = Vec::new();
             while arrived.len() < expected.len() && Instant::now() < deadline {
                 arrived.extend(second.poll());
             }
             assert_eq!(arrived, expected);
         };
-        receive(&[(0, Received::Message(ControlMessage::Ended))]);
+        receive(&[received(0, ControlMessage::Ended)]);
         first.send(&failed(1, "late"));
-        receive(&[(1, Received::Message(failed(1, "late")))]);
+        receive(&[received(1, failed(1, "late"))]);
         first.close();
         assert!(!first.store.is_connected(), "rank 0 has received all");
     });
@@ -164,7 +168,7 @@ fn a_partly_sent_message_is_finished_before_the_next_one() {
         assert_eq!(root.poll(), [], "this sends the rest");
         arrived.extend(ends[0].poll());
     }
-    let expected: Vec<_> = reported.into_iter().map(|message| (0, Received::Message(message))).collect();
+    let expected: Vec<_> = reported.into_iter().map(|message| received(0, message)).collect();
     assert!(arrived == expected, "{} of {} messages arrived", arrived.len(), expected.len());
 }
 
@@ -185,7 +189,7 @@ fn a_rank_that_does_not_read_does_not_block_the_others() {
         }
         // Otherwise the sender would wait for it.
         drop(silent);
-        assert_eq!(arrived, [(0, Received::Message(ControlMessage::Ended))]);
+        assert_eq!(arrived, [received(0, ControlMessage::Ended)]);
     });
 }
 
@@ -203,13 +207,13 @@ fn a_message_that_is_too_long_is_shortened() {
     }
     let calls = recorder.report();
     ends[1].send(&ControlMessage::CallReport(CallReport { calls: calls.clone(), wait: None }));
-    let received = receive(&mut ends, 0, 2);
+    let arrived = receive(&mut ends, 0, 2);
     let [
-        (1, Received::Message(ControlMessage::Failed(error))),
-        (1, Received::Message(ControlMessage::CallReport(CallReport { calls: newest, wait: None }))),
-    ] = &received[..]
+        Received { from: 1, message: Some(ControlMessage::Failed(error)) },
+        Received { from: 1, message: Some(ControlMessage::CallReport(CallReport { calls: newest, wait: None })) },
+    ] = &arrived[..]
     else {
-        panic!("{} messages arrived", received.len());
+        panic!("{} messages arrived", arrived.len());
     };
     let reason = error.to_string();
     assert!(reason.contains("üüü …") && reason.contains("bytes)"), "{reason}");
