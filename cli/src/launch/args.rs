@@ -100,6 +100,23 @@ impl LaunchArgs {
         hosts.map_err(anyhow::Error::msg).or_usage()
     }
 
+    /// Checks that the flags are those for ranks that MPI connects, or those for others.
+    pub(super) fn check_connection(&self, uses_mpi: bool) -> Result<(), Failure> {
+        let has_hosts = self.hosts.is_some() || self.hostfile.is_some();
+        let refused = match uses_mpi {
+            true if self.rdzv_endpoint.is_some() => {
+                "--rdzv-endpoint starts ranks that NCCL connects; for MPI use --hosts or --hostfile, on one machine only"
+            }
+            false if has_hosts => {
+                "--hosts and --hostfile start ranks that MPI connects; for NCCL run `ulysses launch --nnodes N --node-rank \
+                 R --rdzv-endpoint HOST:PORT` on every machine"
+            }
+            false if self.dry_run => "--dry-run shows the command of mpirun: use it with the backend mpi",
+            _ => return Ok(()),
+        };
+        Err(Failure::Usage(anyhow!(refused)))
+    }
+
     /// Returns the smallest number of nodes with which a job of `num_nodes` may continue.
     pub(super) fn min_nodes(&self, num_nodes: usize) -> Result<usize, Failure> {
         let min_nodes = self.min_nodes.map_or(num_nodes, usize::from);

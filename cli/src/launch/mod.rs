@@ -20,7 +20,7 @@ mod training;
 mod watchdog;
 
 use crate::failure::{Failure, OrFail};
-use anyhow::{Context, anyhow};
+use anyhow::Context;
 pub(super) use args::LaunchArgs;
 use job_spec::JobSpec;
 pub(super) use memory_dir::MEMORY_DIR_VARIABLE;
@@ -43,34 +43,15 @@ pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
         None => vec![args.local_processes(); args.nnodes.into()],
     };
     let min_nodes = args.min_nodes(slots.len())?;
-    let cluster = match slots.iter().all(|ranks| *ranks == slots[0]) {
-        true => Cluster { nodes: slots.len(), ranks_per_node: slots[0] },
-        false => Cluster { nodes: 1, ranks_per_node: slots.iter().sum() },
-    };
     let training = match args.program {
-        None => Training::parse(&args.arguments, cluster, args.max_restarts)?,
+        None => Training::parse(&args.arguments, cluster(&slots), args.max_restarts)?,
         Some(_) => None,
     };
     let uses_mpi = match &training {
         Some(training) => training.uses_mpi,
         None => hosts.is_some() || args.program.is_none() && names_mpi(&args.arguments),
     };
-    let contradiction = match (&meeting, &hosts) {
-        (Some(_), _) if uses_mpi => Some(
-            "--rdzv-endpoint starts ranks that NCCL connects; for MPI use --hosts or --hostfile, on one machine only",
-        ),
-        (_, Some(_)) if !uses_mpi => Some(
-            "--hosts and --hostfile start ranks that MPI connects; for NCCL run `ulysses launch --nnodes N --node-rank R \
-             --rdzv-endpoint HOST:PORT` on every machine",
-        ),
-        _ if !uses_mpi && args.dry_run => {
-            Some("--dry-run shows the command of mpirun: use it with the backend mpi")
-        }
-        _ => None,
-    };
-    if let Some(contradiction) = contradiction {
-        return Err(Failure::Usage(anyhow!(contradiction)));
-    }
+    args.check_connection(uses_mpi)?;
     let num_processes = slots[0];
     let placement = hosts.map_or(Placement::Here(num_processes), Placement::Hosts);
     let keeps_copies = training.as_ref().is_some_and(Training::keeps_copies) && args.max_restarts > 0;
@@ -93,5 +74,13 @@ pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
     match uses_mpi {
         true => mpi::run(&job, &supervisor, placement),
         false => nodes::run(&job, &supervisor, meeting.as_ref(), num_processes),
+    }
+}
+
+/// Returns the cluster of machines with these numbers of ranks. Unequal ones count as one machine.
+fn cluster(slots: &[usize]) -> Cluster {
+    match slots.iter().all(|ranks| *ranks == slots[0]) {
+        true => Cluster { nodes: slots.len(), ranks_per_node: slots[0] },
+        false => Cluster { nodes: 1, ranks_per_node: slots.iter().sum() },
     }
 }

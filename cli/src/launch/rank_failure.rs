@@ -11,14 +11,14 @@ pub(super) struct RankFailure {
     /// `None` if `mpirun` does not name the rank.
     pub(super) rank: Option<usize>,
     /// Its host, in a job on several machines.
-    host: Option<String>,
+    pub(super) host: Option<String>,
     exit: Exit,
     /// Last line of its standard error.
     last_line: Option<String>,
     /// Failure that the ranks reported before, which may be the root cause.
-    reported: Option<String>,
+    pub(super) reported: Option<String>,
     /// Ranks that did not join the job.
-    missing: Vec<usize>,
+    pub(super) missing: Vec<usize>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,23 +28,12 @@ enum Exit {
 }
 
 impl RankFailure {
-    pub(super) fn new(rank: Option<usize>, status: ExitStatus, last_line: Option<&str>) -> Self {
+    pub(super) fn new(rank: Option<usize>, status: ExitStatus, last_line: Option<String>) -> Self {
         let exit = match status.signal() {
             Some(signal) => Exit::Signal(signal),
             None => Exit::Code(status.code().unwrap_or(1)),
         };
-        let last_line = last_line.map(str::to_owned);
         Self { rank, host: None, exit, last_line, reported: None, missing: Vec::new() }
-    }
-
-    /// Adds the failure that the ranks reported, and the ranks that did not join.
-    pub(super) fn with_report(self, reported: Option<&str>, missing: Vec<usize>) -> Self {
-        Self { reported: reported.map(str::to_owned), missing, ..self }
-    }
-
-    /// Adds the name of the rank's host.
-    pub(super) fn on_host(self, host: Option<String>) -> Self {
-        Self { host, ..self }
     }
 
     /// Returns whether arguments or config are invalid, so that a restart would fail again.
@@ -99,7 +88,7 @@ pub(super) fn parse_mpirun(status: ExitStatus, stderr: &StderrTail) -> RankFailu
             // Not one that frames the message.
             let has_text = |line: &&String| line.contains(char::is_alphanumeric);
             let last = stderr.mpirun.iter().rev().find(has_text);
-            return RankFailure::new(None, status, last.map(String::as_str));
+            return RankFailure::new(None, status, last.cloned());
         }
     };
     let rank = usize::try_from(rank).ok();
@@ -130,11 +119,11 @@ mod tests {
         );
         assert_eq!(exited.to_string(), "rank 3 ended with exit code 2");
         assert_eq!(
-            exited.clone().with_report(None, vec![1, 2]).to_string(),
+            RankFailure { missing: vec![1, 2], ..exited.clone() }.to_string(),
             "rank 3 ended with exit code 2; rank(s) [1, 2] did not join the job"
         );
         assert!(exited.is_usage());
-        let on_host = exited.clone().on_host(Some("n1".to_owned()));
+        let on_host = RankFailure { host: Some("n1".to_owned()), ..exited };
         assert_eq!(on_host.to_string(), "rank 3 on n1 ended with exit code 2");
         let other = mpirun_says("There are not enough slots\n--------");
         assert_eq!(

@@ -92,9 +92,7 @@ impl Running {
         drain_outputs(std::slice::from_ref(self));
         let stderr = self.stderr.lock();
         Some(match self.source {
-            Source::Rank(rank) => {
-                RankFailure::new(Some(rank), status, stderr.last_lines.get(&rank).map(String::as_str))
-            }
+            Source::Rank(rank) => RankFailure::new(Some(rank), status, stderr.last_lines.get(&rank).cloned()),
             Source::Mpirun(_) => parse_mpirun(status, &stderr),
         })
     }

@@ -158,11 +158,7 @@ impl Start<'_> {
             std::thread::sleep(POLL_INTERVAL);
         }
         if !self.processes.iter().all(Running::has_succeeded) {
-            // Orphans, such as the ranks of a killed `mpirun`, hold files, memory and the lock of the output directory.
-            // Those of a successful job may continue.
-            let group = self.supervisor.watchdog.group();
-            signal_marked(group, Signal::TERM);
-            kill_marked_after(group, killed_at.map_or(grace, |_| Duration::ZERO));
+            self.end_orphans(if killed_at.is_none() { grace } else { Duration::ZERO });
         }
         drain_outputs(&self.processes);
         let has_saved = self.processes.iter().any(Running::has_stopped);
@@ -173,6 +169,17 @@ impl Start<'_> {
             (Some(_), Some(_)) => Ended::Failed,
             (_, None) => Ended::Done,
         })
+    }
+
+    /// Ends what failed processes have left behind: it holds files and memory. The ranks of a killed `mpirun` also hold the
+    /// lock of the output directory, and may save. Other nodes get no messages meanwhile, so nothing else gets `grace`.
+    fn end_orphans(&self, grace: Duration) {
+        let group = self.supervisor.watchdog.group();
+        let are_of_mpirun = self.processes.iter().any(|process| matches!(process.source, Source::Mpirun(_)));
+        if are_of_mpirun {
+            signal_marked(group, Signal::TERM);
+        }
+        kill_marked_after(group, if are_of_mpirun { grace } else { Duration::ZERO });
     }
 
     fn running(&self) -> impl Iterator<Item = &Running> {
@@ -189,7 +196,8 @@ impl Start<'_> {
         )
     }
 
-    /// Returns the failure of the first process that has just ended unsuccessfully, unless the job is stopping.
+    /// Returns the failure of the first process that has just ended unsuccessfully, unless the job is stopping, with what
+    /// the ranks reported.
     fn first_failure(&mut self, is_stopping: bool) -> Option<RankFailure> {
         let mut first = None;
         for process in &mut self.processes {
@@ -197,14 +205,12 @@ impl Start<'_> {
                 first = process.failure().filter(|_| !process.has_stopped());
             }
         }
-        first.map(|failure| self.with_report(failure))
-    }
-
-    /// Adds the failure that the ranks reported.
-    fn with_report(&mut self, failure: RankFailure) -> RankFailure {
-        let Some(store) = &mut self.store else { return failure };
-        store.poll();
-        failure.with_report(store.failure(), store.missing())
+        let mut first = first?;
+        if let Some(store) = &mut self.store {
+            store.poll();
+            (first.reported, first.missing) = (store.failure().map(str::to_owned), store.missing());
+        }
+        Some(first)
     }
 
     /// Sends SIGTERM to the running processes, unless they are stopping already: a second signal would interrupt their

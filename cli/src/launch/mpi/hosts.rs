@@ -23,12 +23,8 @@ impl fmt::Display for Host {
 pub(in crate::launch) fn parse_hosts(list: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for word in list.split(',') {
-        let (name, slots) = match word.trim().rsplit_once(':') {
-            Some((name, slots)) => {
-                (name, parse_slots(slots).map_err(|why| format!("--hosts {word}: {why}"))?)
-            }
-            None => (word.trim(), 1),
-        };
+        let (name, slots) = word.trim().rsplit_once(':').unwrap_or((word.trim(), "1"));
+        let slots = parse_slots(slots).map_err(|why| format!("--hosts {word}: {why}"))?;
         add(&mut hosts, name, slots).map_err(|why| format!("--hosts {list}: {why}"))?;
     }
     Ok(hosts)

@@ -116,8 +116,10 @@ fn leave_out(
 }
 
 /// Adds the name of the failed rank's host: `mpirun` fills the hosts in order.
-fn with_host(failure: RankFailure, used: &Placement) -> RankFailure {
-    let (Some(rank), Placement::Hosts(hosts)) = (failure.rank, used) else { return failure };
-    let mut slots = hosts.iter().flat_map(|host| std::iter::repeat_n(&host.name, host.slots));
-    failure.on_host(slots.nth(rank).cloned())
+fn with_host(mut failure: RankFailure, used: &Placement) -> RankFailure {
+    if let (Some(rank), Placement::Hosts(hosts)) = (failure.rank, used) {
+        let mut slots = hosts.iter().flat_map(|host| std::iter::repeat_n(&host.name, host.slots));
+        failure.host = slots.nth(rank).cloned();
+    }
+    failure
 }

@@ -7,7 +7,6 @@ use super::super::training::{SmallerMesh, Variation};
 use super::messages::{JobResult, NodeFailure, NodeInfo, StartPlan};
 use super::{read, text};
 use crate::output::log_line;
-use anyhow::Context;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::TcpListener;
 use ulysses::comm::store::{JobStore, LostNode, NodeEndpoint, NodeLoss, NodeStore};
@@ -99,91 +98,80 @@ impl Coordinator {
 
     /// Plans the next start, or ends the job, once all nodes have reported.
     pub(super) fn decide(&mut self, job: &JobSpec, nodes: &mut NodeStore) {
-        let decided = match &self.plan {
+        let planned = match self.plan.clone() {
             None => self.first_plan(job, nodes),
-            Some(plan) => self.after(&plan.clone(), job, nodes),
+            Some(last) => self.plan_after(&last, job, nodes),
         };
-        let plan = match decided {
-            None => return,
-            Some(Ok(plan)) => plan,
-            Some(Err(result)) => return nodes.set("result", &text(&result)),
-        };
-        match self.open(plan, nodes) {
-            Ok(plan) => nodes.set(&format!("plan/{}", self.start()), &text(&plan)),
-            Err(error) => nodes.set("result", &text(&JobResult::failed(format!("{error:#}")))),
+        let opened = planned.and_then(|plan| plan.map(|plan| self.open(plan, nodes)).transpose());
+        match opened {
+            Ok(None) => {}
+            Ok(Some(plan)) => nodes.set(&format!("plan/{}", self.start()), &text(&plan)),
+            Err(result) => nodes.set("result", &text(&result)),
         }
     }
 
-    /// Returns the first plan, or why the nodes contradict each other; `None` before all nodes have reported.
-    fn first_plan(&mut self, job: &JobSpec, nodes: &NodeStore) -> Option<Result<StartPlan, JobResult>> {
+    /// Returns the first plan; `None` before all nodes have reported.
+    ///
+    /// # Errors
+    /// The end of the job, because nodes contradict each other, or have failed.
+    fn first_plan(&mut self, job: &JobSpec, nodes: &NodeStore) -> Result<Option<StartPlan>, JobResult> {
         if let Some(reason) = self.failure() {
-            return Some(Err(JobResult::failed(reason)));
+            return Err(JobResult::failed(reason));
         }
-        let infos: BTreeMap<usize, NodeInfo> = self
-            .nodes
-            .iter()
-            .filter_map(|node| Some((*node, read(nodes, &format!("node/{node}"))?)))
-            .collect();
+        let info = |node: &usize| Some((*node, read(nodes, &format!("node/{node}"))?));
+        let infos: BTreeMap<usize, NodeInfo> = self.nodes.iter().filter_map(info).collect();
         if infos.len() < self.nodes.len() {
-            return None;
+            return Ok(None);
         }
         let refused = infos.iter().find_map(|(node, info)| info.contradiction(*node, &infos[&0]));
         self.infos = infos;
-        if let Some(refused) = refused {
-            return Some(Err(JobResult::refused(refused)));
-        }
-        if let Err(message) = job.check_min_nodes(self.num_nodes, self.slots()) {
-            return Some(Err(JobResult::refused(message)));
-        }
-        if self.nodes.len() == self.num_nodes {
-            return Some(Ok(StartPlan::new(self.ranks_on(None), Variation::default())));
-        }
-        Some(job.on_fewer("node", self.slots()).map_err(JobResult::failed).map(|fewer| {
+        refused.map_or(Ok(()), Err).map_err(JobResult::refused)?;
+        job.check_min_nodes(self.num_nodes, self.slots()).map_err(JobResult::refused)?;
+        let mut variation = Variation::default();
+        if self.nodes.len() < self.num_nodes {
+            let fewer = job.on_fewer("node", self.slots()).map_err(JobResult::failed)?;
             let missing: Vec<usize> = (0..self.num_nodes).filter(|node| !self.nodes.contains(node)).collect();
             log_line(format_args!("launch: nodes {missing:?} did not join in time; the job starts{fewer}"));
-            let variation = Variation { smaller: fewer.mesh, ..Variation::default() };
-            StartPlan::new(self.ranks_on(fewer.mesh), variation)
-        }))
+            variation.smaller = fewer.mesh;
+        }
+        Ok(Some(StartPlan::new(self.ranks_on(variation.smaller), variation)))
     }
 
-    /// Returns the next plan after a start, or the end of the job; `None` before all nodes that are left have ended it.
-    fn after(
+    /// Returns the next plan after a start; `None` before all nodes that are left have ended it.
+    ///
+    /// # Errors
+    /// The end of the job, because all ranks are done, a signal stopped them, or no restart is possible.
+    fn plan_after(
         &mut self,
         last: &StartPlan,
         job: &JobSpec,
         nodes: &NodeStore,
-    ) -> Option<Result<StartPlan, JobResult>> {
-        let ended: Option<Vec<Ended>> =
-            self.nodes.iter().map(|node| read(nodes, &format!("ended/{}/{node}", self.start()))).collect();
-        let ended = ended?;
+    ) -> Result<Option<StartPlan>, JobResult> {
+        let ended = |node: &usize| read(nodes, &format!("ended/{}/{node}", self.start()));
+        let Some(ended) = self.nodes.iter().map(ended).collect::<Option<Vec<Ended>>>() else {
+            return Ok(None);
+        };
         let stopped = ended.iter().filter_map(|ended| match ended {
             Ended::Stopped(exit_code) => Some(*exit_code),
             _ => None,
         });
         // 75 is the smallest: a rank has saved.
         if let Some(exit_code) = stopped.min() {
-            return Some(Err(JobResult::stopped(exit_code)));
+            return Err(JobResult::stopped(exit_code));
         }
-        let Some(message) = self.failure() else { return Some(Err(JobResult::done())) };
+        let Some(reason) = self.failure() else { return Err(JobResult::stopped(0)) };
         if let Some(exit_code) = self.failures.reported.iter().find_map(|failure| failure.final_exit_code) {
-            return Some(Err(JobResult { exit_code, message }));
+            return Err(JobResult { exit_code, message: reason });
         }
-        Some(self.restart(last, message, job).map_err(JobResult::failed))
-    }
-
-    /// Plans a restart on the nodes that are left.
-    ///
-    /// # Errors
-    /// Why the job cannot continue.
-    fn restart(&mut self, last: &StartPlan, reason: String, job: &JobSpec) -> Result<StartPlan, String> {
         let (mut fewer, mut ranks) = (None, last.ranks.clone());
         if !self.failures.lost.is_empty() {
-            let left = job.on_fewer("node", self.slots()).map_err(|why| format!("{reason}; {why}"))?;
+            let left = job.on_fewer("node", self.slots());
+            let left = left.map_err(|why| JobResult::failed(format!("{reason}; {why}")))?;
             (fewer, ranks) = (Some(left), self.ranks_on(left.mesh));
         }
-        let variation = job.restart(self.cause(reason), fewer, &last.variation)?;
+        let variation = job.restart(self.cause(reason), fewer, &last.variation).map_err(JobResult::failed)?;
         self.failures = Failures::default();
-        Ok(StartPlan::new(ranks, variation))
+        Ok(Some(StartPlan::new(ranks, variation)))
     }
 
     /// Returns the number of ranks that each node that is left may run.
@@ -210,15 +198,14 @@ impl Coordinator {
         Cause { text, failed_rank, lost_hosts: lost.iter().filter_map(host).collect() }
     }
 
-    /// Opens the store of the planned ranks.
-    fn open(&mut self, mut plan: StartPlan, nodes: &NodeStore) -> anyhow::Result<StartPlan> {
-        let secret = nodes.rank_secret(&plan.nonce);
-        let world_size = plan.ranks.values().sum();
-        let store = JobStore::listen(&self.host, nodes.bind(), world_size, &secret);
-        let store = store.with_context(|| format!("cannot open the store of the ranks at {}", self.host))?;
+    /// Opens the store of the planned ranks, and completes the plan with its port.
+    fn open(&mut self, mut plan: StartPlan, nodes: &NodeStore) -> Result<StartPlan, JobResult> {
+        let (world_size, secret) = (plan.ranks.values().sum(), nodes.rank_secret(&plan.nonce));
+        let store = JobStore::listen(&self.host, nodes.bind(), world_size, &secret).map_err(|error| {
+            JobResult::failed(format!("cannot open the store of the ranks at {}: {error}", self.host))
+        })?;
         plan.store_port = store.port();
-        // PyTorch programs meet at a port of their own.
-        plan.master_port = TcpListener::bind(("0.0.0.0", 0))?.local_addr()?.port();
+        plan.master_port = free_port().map_err(|error| JobResult::failed(error.to_string()))?;
         self.rank_store = Some(store);
         self.plan = Some(plan.clone());
         Ok(plan)
@@ -259,6 +246,11 @@ impl Coordinator {
         };
         format!("node {node} ({host}{}) {why}", ranks.unwrap_or_default())
     }
+}
+
+/// Returns a port for PyTorch programs, which meet at their own. Nothing on this machine uses it.
+fn free_port() -> std::io::Result<u16> {
+    Ok(TcpListener::bind(("0.0.0.0", 0))?.local_addr()?.port())
 }
 
 #[cfg(test)]
@@ -309,7 +301,7 @@ mod tests {
         };
         let mut coordinator = coordinator(&[1]);
         nodes.set("node/0", &text(&NodeInfo::new(&job, 2)));
-        assert!(coordinator.first_plan(&job, &nodes).is_none(), "node 2 has joined, but not yet reported");
+        assert_eq!(coordinator.first_plan(&job, &nodes), Ok(None), "node 2 has joined, but not yet reported");
         nodes.set("node/2", &text(&NodeInfo::new(&job, 2)));
         let plan = coordinator.first_plan(&job, &nodes).unwrap().unwrap();
         assert_eq!(plan.ranks, BTreeMap::from([(0, 2), (2, 2)]));

@@ -66,14 +66,16 @@ impl NodeInfo {
 
     /// Returns how a node contradicts node 0, if it does.
     pub(super) fn contradiction(&self, node: usize, first: &Self) -> Option<String> {
-        let different = [
-            ("versions of ulysses", &self.version, &first.version, true),
-            ("arguments", &self.arguments, &first.arguments, false),
-            ("config files", &self.config, &first.config, false),
-        ];
-        let (what, own, others, is_shown) = different.into_iter().find(|(_, own, first, _)| own != first)?;
-        let values = if is_shown { format!(": {own} and {others}") } else { String::new() };
-        Some(format!("node {node} ({}) and node 0 ({}) have different {what}{values}", self.host, first.host))
+        let what = if self.version != first.version {
+            format!("versions of ulysses: {} and {}", self.version, first.version)
+        } else if self.arguments != first.arguments {
+            "arguments".to_owned()
+        } else if self.config != first.config {
+            "config files".to_owned()
+        } else {
+            return None;
+        };
+        Some(format!("node {node} ({}) and node 0 ({}) have different {what}", self.host, first.host))
     }
 }
 
@@ -92,10 +94,7 @@ impl NodeFailure {
 }
 
 impl JobResult {
-    pub(super) fn done() -> Self {
-        Self { exit_code: 0, message: String::new() }
-    }
-
+    /// The result of a job without failure: a signal stopped it, or it is done, with exit code 0.
     pub(super) fn stopped(exit_code: u8) -> Self {
         Self { exit_code, message: String::new() }
     }

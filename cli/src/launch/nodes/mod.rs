@@ -212,7 +212,8 @@ impl<'a> Node<'a> {
     /// to be stopped, if they are.
     fn exchange(&mut self, failure: Option<&RankFailure>, rank_store: Option<&JobStore>) -> Option<String> {
         if let Some(failure) = failure {
-            let failure = failure.clone().on_host(self.host_name.clone());
+            let mut failure = failure.clone();
+            failure.host = self.host_name.clone();
             self.report(&NodeFailure::new(self.endpoint.node, &failure));
         }
         let lost = self.store.poll();
