@@ -7,7 +7,9 @@ use crate::output::print;
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
 use ulysses::candle::DType;
-use ulysses::mesh::{Cluster, DeviceMesh, MeshSpec, Preset, draw, draw_nodes, svg};
+use ulysses::mesh::{
+    Cluster, DeviceMesh, MeshSpec, Preset, PresetOnCluster, SpecMesh, draw, draw_nodes, svg,
+};
 use ulysses::placement::{self, Layout};
 
 /// Default ranks per node of a drawing.
@@ -78,7 +80,7 @@ fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {
 fn drawn(args: &MeshArgs) -> Result<Drawn, Failure> {
     let (shape, cluster) = (&*args.shape, cluster(args)?);
     if args.names.is_none()
-        && let Some((preset, own)) = Preset::parse(shape, cluster).or_usage()?
+        && let Some(PresetOnCluster { preset, cluster: own }) = Preset::parse(shape, cluster).or_usage()?
     {
         let mesh = preset.mesh(own).or_usage()?;
         // As in training, sizes of the preset make its mesh; the flags only place the ranks on nodes.
@@ -87,7 +89,7 @@ fn drawn(args: &MeshArgs) -> Result<Drawn, Failure> {
     }
     if args.names.is_none() && shape.contains([':', '@']) {
         let spec = MeshSpec::parse(shape).and_then(|spec| spec.resolve(cluster)).or_usage()?;
-        let (mesh, own) = spec.mesh().or_usage()?;
+        let SpecMesh { mesh, ranks_per_node: own } = spec.mesh().or_usage()?;
         let ranks_per_node = ranks_per_node(&mesh, args)?.or(own);
         return Ok(Drawn { mesh, ranks_per_node });
     }

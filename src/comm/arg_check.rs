@@ -78,10 +78,10 @@ impl<'a> ArgCheck<'a> {
     }
 
     /// Checks that the root, and no other rank, passes the tensor with the chunks of all ranks.
-    pub(super) fn root_only(&self, whole: (&str, &[Tensor]), root: usize) -> Result<(), CommError> {
+    pub(super) fn root_only(&self, name: &str, whole: &[Tensor], root: usize) -> Result<(), CommError> {
         self.rank("root", root)?;
-        let (name, rank) = (whole.0, self.rank);
-        match (whole.1, rank == root) {
+        let rank = self.rank;
+        match (whole, rank == root) {
             ([], true) => {
                 Err(self.invalid(format!("rank {root} of the group is the root and needs an {name}")))
             }
@@ -92,14 +92,19 @@ impl<'a> ArgCheck<'a> {
         }
     }
 
-    /// Checks that `whole`, where it is passed, holds one chunk like `part` per rank.
-    pub(super) fn chunks(&self, whole: (&str, &[Tensor]), part: (&str, &Elements)) -> Result<(), CommError> {
-        let (ranks, (name, Elements { count, .. })) = (self.world_size, part);
+    /// Checks that `whole`, where it is passed, holds one chunk like the part per rank.
+    pub(super) fn chunks(
+        &self,
+        whole_name: &str,
+        whole: &[Tensor],
+        part_name: &str,
+        Elements { count, .. }: &Elements,
+    ) -> Result<(), CommError> {
+        let ranks = self.world_size;
         let expected = count * ranks;
-        match whole.1.first().map(Tensor::elem_count) {
+        match whole.first().map(Tensor::elem_count) {
             Some(given) if given != expected => Err(self.invalid(format!(
-                "{} has {given} elements, expected {expected}: {ranks} ranks × {count} elements of {name}",
-                whole.0
+                "{whole_name} has {given} elements, expected {expected}: {ranks} ranks × {count} elements of {part_name}"
             ))),
             _ => Ok(()),
         }
@@ -146,11 +151,11 @@ impl Call<'_> {
             CallSignature::ReduceScatter { op, chunk } => {
                 check.operator(*op, chunk.dtype)?;
                 check.reduced(*op, inputs, outputs)?;
-                check.chunks(("input", inputs), ("output", chunk))
+                check.chunks("input", inputs, "output", chunk)
             }
             CallSignature::AllGather { chunk } => {
                 check.tensors(inputs, outputs)?;
-                check.chunks(("output", outputs), ("input", chunk))
+                check.chunks("output", outputs, "input", chunk)
             }
             CallSignature::AllToAll { send, recv, .. } => {
                 check.tensors(inputs, outputs)?;
@@ -168,14 +173,14 @@ impl Call<'_> {
                 check.rank("root", *root)
             }
             CallSignature::Gather { chunk, root } => {
-                check.root_only(("output", outputs), *root)?;
+                check.root_only("output", outputs, *root)?;
                 check.tensors(inputs, outputs)?;
-                check.chunks(("output", outputs), ("input", chunk))
+                check.chunks("output", outputs, "input", chunk)
             }
             CallSignature::Scatter { chunk, root } => {
-                check.root_only(("input", inputs), *root)?;
+                check.root_only("input", inputs, *root)?;
                 check.tensors(inputs, outputs)?;
-                check.chunks(("input", inputs), ("output", chunk))
+                check.chunks("input", inputs, "output", chunk)
             }
             CallSignature::Send { dst, .. } => {
                 check.tensors(inputs, outputs)?;

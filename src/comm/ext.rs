@@ -6,6 +6,15 @@ use candle_core::Tensor;
 use std::sync::Arc;
 use ulysses_kernels::tensor::{Element, from_slice, to_vec, zeros};
 
+/// A value that is not the same on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Disagreement {
+    /// Global rank of the first member whose values differ from those of the group's first member.
+    pub rank: usize,
+    /// Index of its first differing value.
+    pub index: usize,
+}
+
 /// Blocking forms of the `start_*` methods, each followed by [`Pending::wait`], and
 /// collectives on plain values.
 ///
@@ -138,13 +147,14 @@ pub trait ProcessGroupExt: ProcessGroup {
         to_host(self, &output)
     }
 
-    /// Compares values that should be equal on all ranks. Returns `None`, or the global rank of the first member whose
-    /// values differ from those of the group's first member, with the index of the first differing value.
-    fn find_disagreement(&self, values: &[u64]) -> Result<Option<(usize, usize)>, CommError> {
+    /// Compares values that should be equal on all ranks. Returns where they differ first, if they do.
+    fn find_disagreement(&self, values: &[u64]) -> Result<Option<Disagreement>, CommError> {
         let own: Vec<i64> = values.iter().map(|value| value.cast_signed()).collect();
         let all = self.all_gather_values(&own)?;
         let differs = (0..all.len()).find(|&at| all[at] != all[at % own.len()]);
-        Ok(differs.map(|at| (self.global_ranks()[at / own.len()], at % own.len())))
+        let disagreement =
+            |at| Disagreement { rank: self.global_ranks()[at / own.len()], index: at % own.len() };
+        Ok(differs.map(disagreement))
     }
 
     /// Gathers any number of values from every rank, an `all_gather` of unequal lengths: `result[j]` are the values of rank

@@ -73,7 +73,7 @@ pub use discovery::{
 };
 pub use error::CommError;
 pub(crate) use error::with_causes;
-pub use ext::ProcessGroupExt;
+pub use ext::{Disagreement, ProcessGroupExt};
 pub use group::ProcessGroup;
 pub use launch::{LaunchError, LaunchOptions, RankContext};
 pub use membership::{GroupLabel, Membership};

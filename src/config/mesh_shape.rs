@@ -1,7 +1,7 @@
 //! The sizes of the mesh axes, on which a file, or the flags that replace its sizes, and the world size must agree.
 
 use crate::config_file::reader::Position;
-use crate::mesh::{MeshShape, PerAxis};
+use crate::mesh::{Axis, MeshShape, PerAxis};
 use std::fmt;
 
 /// The most ranks of a mesh. A plan of more would take hours.
@@ -19,8 +19,7 @@ impl Default for StatedSizes {
 impl StatedSizes {
     /// Adds the sizes of a mesh.
     pub(super) fn add(&mut self, mesh: MeshShape, origin: SizeOrigin) {
-        let stated = std::mem::take(self).zip(mesh);
-        *self = stated.map(|_, (mut sizes, size)| {
+        *self = std::mem::take(self).zip_with(mesh, |_, mut sizes, size| {
             sizes.push(StatedSize { size, origin });
             sizes
         });
@@ -122,11 +121,11 @@ pub enum MeshShapeError {
 
 /// The ranks of one dp rank, in the message of [`MeshShapeError::Indivisible`].
 fn groups(others: MeshShape) -> String {
-    let axes: Vec<_> = others.axes().into_iter().filter(|(axis, _)| *axis != "dp").collect();
-    match axes[..] {
-        [("sp", sp)] => format!("sequence-parallel groups of {sp}"),
+    let axes: Vec<_> = others.axes().into_iter().filter(|axis| axis.name != "dp").collect();
+    match &axes[..] {
+        [Axis { name, size }] if name == "sp" => format!("sequence-parallel groups of {size}"),
         _ => {
-            let axes: Vec<_> = axes.into_iter().map(|(axis, size)| format!("{axis} {size}")).collect();
+            let axes: Vec<_> = axes.iter().map(|Axis { name, size }| format!("{name} {size}")).collect();
             format!("groups of {} ranks", axes.join(" × "))
         }
     }

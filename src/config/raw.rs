@@ -158,8 +158,10 @@ impl RawConfig {
     pub fn divided_model(&self) -> MeshShape {
         let shape = self.config.ulysses.mesh.as_ref().and_then(|mesh| mesh.training_shape().ok());
         let of_mesh = shape.map_or(MeshShape::ONE_RANK, |shape| shape.sizes);
-        let stated = self.sizes.clone().zip(of_mesh);
-        let sizes = stated.map(|_, (stated, of_mesh)| stated.first().map_or(of_mesh, |stated| stated.size));
+        let sizes = self
+            .sizes
+            .clone()
+            .zip_with(of_mesh, |_, stated, of_mesh| stated.first().map_or(of_mesh, |stated| stated.size));
         MeshShape { dp: 1, sp: 1, ..sizes }
     }
 
@@ -169,7 +171,7 @@ impl RawConfig {
         if let Some(shape) = self.config.ulysses.mesh.as_ref().and_then(|spec| spec.training_shape().ok()) {
             sizes.add(shape.sizes, self.origin_of_mesh());
         }
-        let replaced = sizes.zip(mesh).map(|axis, (sizes, flag)| {
+        let replaced = sizes.zip_with(mesh, |axis, sizes, flag| {
             let differing = sizes.into_iter().filter(move |stated| stated.size != flag);
             differing.map(move |stated| format!("--mesh sets {axis} {flag} instead of {stated}"))
         });

@@ -2,7 +2,7 @@
 
 use super::step_part::StepPart;
 use super::{Engine, EngineError, StepReport};
-use crate::comm::{ProcessGroupExt, ReduceOp};
+use crate::comm::{Disagreement, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::data::FlexibleStep;
 use crate::model::Model;
@@ -328,7 +328,7 @@ impl Engine {
                 .iter()
                 .map(|(_, buffer)| Comparison { buffer: *buffer, division, group })
                 .collect()),
-            Some((rank, index)) => {
+            Some(Disagreement { rank, index }) => {
                 let (what, first) = (buffers[index].0, group.global_ranks()[0]);
                 Err(EngineError::ReplicasDiffer { what, axis, rank, first })
             }
@@ -356,7 +356,7 @@ impl Engine {
     pub(super) fn check_sequences(&self, hash: u64) -> Result<(), EngineError> {
         let groups = std::iter::once(self.groups.tokens()).chain(self.stages());
         for group in groups.filter(|group| group.world_size() > 1) {
-            if let Some((rank, _)) = group.find_disagreement(&[hash])? {
+            if let Some(Disagreement { rank, .. }) = group.find_disagreement(&[hash])? {
                 return Err(EngineError::SequencesDiffer { rank, first: group.global_ranks()[0] });
             }
         }
@@ -372,7 +372,7 @@ impl Engine {
         let sent = self.bytes_sent();
         let values: Vec<u64> = numbers.iter().map(|(_, value)| *value).collect();
         for group in [self.groups.tokens(), &self.groups.dp].into_iter().chain(self.stages()) {
-            if let Some((rank, index)) = group.find_disagreement(&values)? {
+            if let Some(Disagreement { rank, index }) = group.find_disagreement(&values)? {
                 let (what, first) = (numbers[index].0, group.global_ranks()[0]);
                 return Err(EngineError::Disagreement { what, rank, first });
             }

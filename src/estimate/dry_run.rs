@@ -84,7 +84,7 @@ impl Workload {
         rank: usize,
         max_micro_batches: usize,
     ) -> Result<DryStep, EngineError> {
-        self.dry((mesh, rank), max_micro_batches, |rank, accumulation| {
+        self.dry(mesh, rank, max_micro_batches, |rank, accumulation| {
             let persistent_bytes = u64::try_from(live_bytes()).unwrap_or(0);
             rank.step(accumulation)?;
             rank.engine.watch_memory();
@@ -97,12 +97,12 @@ impl Workload {
 
     /// Runs a rank's first step, for its compute and communication.
     pub(super) fn first_step(&self, mesh: &DeviceMesh, rank: usize) -> Result<DryStep, EngineError> {
-        self.dry((mesh, rank), MAX_MICRO_BATCHES, DryRank::step)
+        self.dry(mesh, rank, MAX_MICRO_BATCHES, DryRank::step)
     }
 
     /// Runs a rank's evaluation of a micro batch.
     pub(super) fn evaluation(&self, mesh: &DeviceMesh, rank: usize) -> Result<Vec<Event>, EngineError> {
-        self.dry((mesh, rank), MAX_MICRO_BATCHES, |rank, _| {
+        self.dry(mesh, rank, MAX_MICRO_BATCHES, |rank, _| {
             rank.engine.evaluate(&rank.batch)?;
             Ok(rank.recorder.lock().take())
         })
@@ -114,8 +114,7 @@ impl Workload {
             true => mesh.group_of(TP_AXIS, mesh.ranks()[0])?,
             false => vec![mesh.ranks()[0]],
         };
-        let of_rank =
-            |rank| self.dry((mesh, rank), MAX_MICRO_BATCHES, |rank, _| Ok(rank.engine.saved_bytes()));
+        let of_rank = |rank| self.dry(mesh, rank, MAX_MICRO_BATCHES, |rank, _| Ok(rank.engine.saved_bytes()));
         tp_ranks.into_iter().map(of_rank).collect()
     }
 
@@ -130,17 +129,19 @@ impl Workload {
 
     fn dry<R>(
         &self,
-        rank: (&DeviceMesh, usize),
+        mesh: &DeviceMesh,
+        rank: usize,
         max_micro_batches: usize,
         work: impl FnOnce(&mut DryRank, usize) -> Result<R, EngineError>,
     ) -> Result<R, EngineError> {
-        self.dry_on(rank, max_micro_batches, |groups| groups, work)
+        self.dry_on(mesh, rank, max_micro_batches, |groups| groups, work)
     }
 
     /// Runs `work` on a dry rank, whose fake groups are changed by `change`.
     fn dry_on<R>(
         &self,
-        (mesh, rank): (&DeviceMesh, usize),
+        mesh: &DeviceMesh,
+        rank: usize,
         max_micro_batches: usize,
         change: impl FnOnce(TrainingGroups) -> TrainingGroups,
         work: impl FnOnce(&mut DryRank, usize) -> Result<R, EngineError>,

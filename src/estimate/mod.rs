@@ -282,33 +282,40 @@ impl Workload {
             Err(EngineError::StepTooLarge { .. }) => Ok(u64::MAX),
             plan => plan.map(|plan| bytes(&plan)),
         };
-        let mut fits = (1, bytes(&self.with_seq_len(ranks).plan()?));
-        if fits.1 > budget_bytes {
+        let mut fits = Length { tokens_per_rank: 1, bytes: bytes(&self.with_seq_len(ranks).plan()?) };
+        if fits.bytes > budget_bytes {
             return Ok(None);
         }
-        let mut too_long = (MAX_SEQ_LEN / ranks + 1, u64::MAX);
+        let mut too_long = Length { tokens_per_rank: MAX_SEQ_LEN / ranks + 1, bytes: u64::MAX };
         for probe in 1.. {
-            if fits.0 + 1 >= too_long.0 {
+            if fits.tokens_per_rank + 1 >= too_long.tokens_per_rank {
                 break;
             }
             let tokens_per_rank = between(fits, too_long, budget_bytes, probe);
-            let found = (tokens_per_rank, peak(tokens_per_rank)?);
-            if found.1 <= budget_bytes { fits = found } else { too_long = found }
+            let found = Length { tokens_per_rank, bytes: peak(tokens_per_rank)? };
+            if found.bytes <= budget_bytes { fits = found } else { too_long = found }
         }
-        Ok(Some(fits.0 * ranks))
+        Ok(Some(fits.tokens_per_rank * ranks))
     }
 }
 
-/// Returns the next length to try between one that fits and one that does not, each with its peak: by linear
+/// A length of sequences, and the bytes that they need.
+#[derive(Clone, Copy)]
+struct Length {
+    tokens_per_rank: usize,
+    bytes: u64,
+}
+
+/// Returns the next length to try between one that fits and one that does not: by linear
 /// interpolation, because peaks are nearly linear, and every third time the middle, because they are convex.
-fn between(fits: (usize, u64), too_long: (usize, u64), budget_bytes: u64, probe: usize) -> usize {
-    let (shorter, longer) = (fits.0, too_long.0);
-    let length = match too_long.1 {
+fn between(fits: Length, too_long: Length, budget_bytes: u64, probe: usize) -> usize {
+    let (shorter, longer) = (fits.tokens_per_rank, too_long.tokens_per_rank);
+    let length = match too_long.bytes {
         u64::MAX if shorter.saturating_mul(16) < longer => 16 * shorter,
         u64::MAX => shorter.midpoint(longer),
         _ if probe.is_multiple_of(3) => shorter.midpoint(longer),
         peak => {
-            let share = (budget_bytes - fits.1) as f64 / (peak - fits.1) as f64;
+            let share = (budget_bytes - fits.bytes) as f64 / (peak - fits.bytes) as f64;
             shorter + ((longer - shorter) as f64 * share) as usize
         }
     };

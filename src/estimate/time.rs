@@ -108,15 +108,15 @@ impl Workload {
             needed_by: "it is the dtype of the config".to_owned(),
         })?;
         let first = self.first_dp_row_on_most_nodes(&mesh) * config.mesh.ranks_per_sequence();
-        let mut stages: BTreeMap<usize, (usize, Simulation<'_>)> = BTreeMap::new();
+        let mut stages: BTreeMap<usize, Simulation<'_>> = BTreeMap::new();
         let mut model_flops = 0.0;
         for kind in self.rank_classes()? {
             let rank = mesh.ranks()[first + kind.rank];
-            let mut simulation = Simulation::new(machine, rates, self.nodes(&mesh, rank)?);
+            let mut simulation = Simulation::new(rank, machine, rates, self.nodes(&mesh, rank)?);
             simulation.run(&self.warm_step(&mesh, rank)?)?;
             model_flops += (kind.ranks * config.mesh.dp_size) as f64 * simulation.model_flops;
-            if stages.get(&kind.stage).is_none_or(|(_, known)| known.now < simulation.now) {
-                stages.insert(kind.stage, (rank, simulation));
+            if stages.get(&kind.stage).is_none_or(|known| known.now < simulation.now) {
+                stages.insert(kind.stage, simulation);
             }
         }
         let pipeline = match config.mesh.pp_size {
@@ -124,8 +124,8 @@ impl Workload {
             _ => Some(self.pipeline_time(&stages)?),
         };
         // The first of equal ones; `max_by` takes the last.
-        let slowest = stages.into_values().rev().max_by(|(_, a), (_, b)| a.now.total_cmp(&b.now));
-        let (rank, mut simulation) = slowest.unwrap_or_else(|| unreachable!("a mesh has a rank"));
+        let slowest = stages.into_values().rev().max_by(|a, b| a.now.total_cmp(&b.now));
+        let mut simulation = slowest.unwrap_or_else(|| unreachable!("a mesh has a rank"));
         if let Some(PipelineTime { seconds, .. }) = pipeline {
             simulation.parts.pipeline_seconds += seconds - simulation.now;
             simulation.now = seconds;
@@ -135,7 +135,7 @@ impl Workload {
         Ok(StepTime {
             machine: machine.name.clone(),
             origin: machine.origin.clone(),
-            rank,
+            rank: simulation.rank,
             parts: simulation.parts,
             total_seconds: simulation.now,
             recompute_seconds: simulation.recompute,
@@ -147,13 +147,10 @@ impl Workload {
     }
 
     /// Returns the time of a step of a pipeline. `stages`: the slowest rank of each kind of stage.
-    fn pipeline_time(
-        &self,
-        stages: &BTreeMap<usize, (usize, Simulation<'_>)>,
-    ) -> Result<PipelineTime, EngineError> {
+    fn pipeline_time(&self, stages: &BTreeMap<usize, Simulation<'_>>) -> Result<PipelineTime, EngineError> {
         let mut all: BTreeMap<usize, &Simulation<'_>> = BTreeMap::new();
         for equal in self.equal_stages()? {
-            let (_, simulation) = &stages[&equal[0]];
+            let simulation = &stages[&equal[0]];
             all.extend(equal.into_iter().map(|stage| (stage, simulation)));
         }
         let num_run = all[&0].passes.keys().map(|action| action.micro_batch + 1).max().unwrap_or(1);
@@ -208,6 +205,7 @@ struct InFlight {
 
 /// The simulation of one rank's step.
 struct Simulation<'a> {
+    rank: usize,
     machine: &'a MachineProfile,
     rates: Rates,
     nodes: Nodes,
@@ -230,8 +228,9 @@ struct Simulation<'a> {
 }
 
 impl<'a> Simulation<'a> {
-    fn new(machine: &'a MachineProfile, rates: Rates, nodes: Nodes) -> Self {
+    fn new(rank: usize, machine: &'a MachineProfile, rates: Rates, nodes: Nodes) -> Self {
         Self {
+            rank,
             machine,
             rates,
             nodes,

@@ -1,6 +1,6 @@
 //! The axes of a training mesh, by name, and a value for each of them.
 
-use super::{DeviceMesh, MeshError, PP_AXIS, TP_AXIS};
+use super::{Axis, DeviceMesh, MeshError, PP_AXIS, TP_AXIS, axis};
 use std::fmt;
 
 /// Returns whether a mesh has the axis only if it has more than one rank.
@@ -46,13 +46,18 @@ impl<T> PerAxis<T> {
         Ok(PerAxis { pp: f(AXES.pp, pp)?, dp: f(AXES.dp, dp)?, sp: f(AXES.sp, sp)?, tp: f(AXES.tp, tp)? })
     }
 
-    /// Returns pairs of values for the same axis.
-    pub fn zip<U>(self, others: PerAxis<U>) -> PerAxis<(T, U)> {
+    /// Returns the value of `f` for each axis. `f` gets the axis and both values for it.
+    pub fn zip_with<U, V>(
+        self,
+        others: PerAxis<U>,
+        mut f: impl FnMut(&'static str, T, U) -> V,
+    ) -> PerAxis<V> {
+        let Self { pp, dp, sp, tp } = self;
         PerAxis {
-            pp: (self.pp, others.pp),
-            dp: (self.dp, others.dp),
-            sp: (self.sp, others.sp),
-            tp: (self.tp, others.tp),
+            pp: f(AXES.pp, pp, others.pp),
+            dp: f(AXES.dp, dp, others.dp),
+            sp: f(AXES.sp, sp, others.sp),
+            tp: f(AXES.tp, tp, others.tp),
         }
     }
 }
@@ -85,9 +90,9 @@ impl MeshShape {
     }
 
     /// Returns the axes that a mesh of these sizes has, outermost first.
-    pub fn axes(self) -> Vec<(&'static str, usize)> {
-        let sizes = self.map(|axis, size| (axis, size)).into_array().into_iter();
-        sizes.filter(|(axis, size)| *size != 1 || !is_optional(axis)).collect()
+    pub fn axes(self) -> Vec<Axis> {
+        let axes = self.map(Axis::new).into_array().into_iter();
+        axes.filter(|axis| axis.size != 1 || !is_optional(&axis.name)).collect()
     }
 
     /// Returns the mesh of row-major ranks: the axes `dp` and `sp`, and outside of them `pp`, innermost `tp`, if they have more
@@ -96,19 +101,15 @@ impl MeshShape {
     /// # Errors
     /// When a size is zero or the mesh has more than [`MAX_RANKS`](super::MAX_RANKS) ranks.
     pub fn row_major(self) -> Result<DeviceMesh, MeshError> {
-        // A size beyond i64 also exceeds MAX_RANKS, so saturation does not hide it.
-        let size = |(axis, size)| (axis, i64::try_from(size).unwrap_or(i64::MAX));
-        DeviceMesh::new(&self.axes().into_iter().map(size).collect::<Vec<_>>(), None)
+        DeviceMesh::new(&self.axes(), None)
     }
 
     /// Returns the sizes as the flag `--mesh` takes them: `2x4`, `2x4x2` with tp, and by name with pp.
     pub fn notation(self) -> String {
-        let axes = self.axes();
-        let (written, separator): (Vec<_>, _) = match self.pp {
-            1 => (axes.iter().map(|(_, size)| size.to_string()).collect(), "x"),
-            _ => (axes.iter().map(|(axis, size)| format!("{axis}={size}")).collect(), ","),
-        };
-        written.join(separator)
+        match self.pp {
+            1 => self.axes().iter().map(|axis| axis.size.to_string()).collect::<Vec<_>>().join("x"),
+            _ => axis::list(&self.axes()),
+        }
     }
 }
 
@@ -121,7 +122,7 @@ impl Default for MeshShape {
 
 impl fmt::Display for MeshShape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let axes: Vec<_> = self.axes().into_iter().map(|(axis, size)| format!("{axis} {size}")).collect();
+        let axes: Vec<_> = self.axes().iter().map(|Axis { name, size }| format!("{name} {size}")).collect();
         f.write_str(&axes.join(" × "))
     }
 }

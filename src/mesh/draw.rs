@@ -1,6 +1,6 @@
 //! Text drawings of meshes for a terminal of 80 columns.
 
-use super::{DeviceMesh, PP_AXIS, TP_AXIS, notation};
+use super::{DeviceMesh, PP_AXIS, TP_AXIS, axis};
 use std::fmt::Write as _;
 
 pub(super) const WIDTH: usize = 80;
@@ -18,7 +18,7 @@ const ELLIPSIS: &str = "…";
 pub fn draw(mesh: &DeviceMesh) -> String {
     let ranks = if mesh.world_size() == 1 { "rank" } else { "ranks" };
     // Unlike `Display`, this omits the rank map, which the grid shows.
-    let axes = notation::axes(mesh.axis_names(), mesh.shape());
+    let axes = axis::list(mesh.axes());
     let mut text = format!("mesh {axes}: {} {ranks}\n", mesh.world_size());
     draw_grids(mesh, &mut text);
     draw_groups(mesh, &mut text);
@@ -50,8 +50,8 @@ fn draw_grids(mesh: &DeviceMesh, text: &mut String) {
 fn leading_coordinate(mesh: &DeviceMesh, num_leading: usize, mut grid: usize) -> String {
     let mut parts = Vec::new();
     for axis in (0..num_leading).rev() {
-        let size = mesh.shape()[axis];
-        parts.push(format!("{}={}", mesh.axis_names()[axis], grid % size));
+        let size = mesh.axes()[axis].size;
+        parts.push(format!("{}={}", mesh.axes()[axis].name, grid % size));
         grid /= size;
     }
     parts.reverse();

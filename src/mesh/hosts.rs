@@ -98,7 +98,7 @@ impl RankHosts {
                 .ok_or_else(|| MeshError::NotAMember { rank: *rank, members: format!("those of {self}") })
         };
         let ranks = mesh.ranks().iter().map(renumber).collect::<Result<_, _>>()?;
-        DeviceMesh::from_parts(mesh.axis_names().to_vec(), mesh.shape().to_vec(), ranks)
+        DeviceMesh::from_parts(mesh.axes().to_vec(), ranks)
     }
 
     fn node_sizes(&self) -> Vec<usize> {

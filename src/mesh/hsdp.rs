@@ -2,7 +2,8 @@
 
 use super::axis_names::{AXIS_ORDER, DP_REPLICATE_AXIS, DP_SHARD_AXIS};
 use super::{
-    DeviceMesh, MeshError, MeshShape, PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TP_AXIS, ULYSSES_AXIS,
+    Axis, DeviceMesh, MeshError, MeshShape, PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, StatedAxis,
+    TP_AXIS, ULYSSES_AXIS, axis,
 };
 use std::fmt;
 
@@ -37,24 +38,27 @@ impl TrainingShape {
         if ring_size == 1 && shard_size.is_none() {
             return sizes.notation();
         }
-        let named = |(axis, size): (&'static str, usize)| match (axis, shard_size) {
-            ("dp", Some(shard)) => vec![(DP_REPLICATE_AXIS, size / shard), (DP_SHARD_AXIS, shard)],
-            ("sp", _) if ring_size > 1 => vec![(RING_AXIS, ring_size), (ULYSSES_AXIS, size / ring_size)],
-            _ => vec![(axis, size)],
+        let divided = |axis: Axis| match (axis.name.as_str(), shard_size) {
+            ("dp", Some(shard)) => {
+                vec![Axis::new(DP_REPLICATE_AXIS, axis.size / shard), Axis::new(DP_SHARD_AXIS, shard)]
+            }
+            ("sp", _) if ring_size > 1 => {
+                vec![Axis::new(RING_AXIS, ring_size), Axis::new(ULYSSES_AXIS, axis.size / ring_size)]
+            }
+            _ => vec![axis],
         };
-        let axes = sizes.axes().into_iter().flat_map(named);
-        axes.map(|(axis, size)| format!("{axis}={size}")).collect::<Vec<_>>().join(",")
+        axis::list(&sizes.axes().into_iter().flat_map(divided).collect::<Vec<_>>())
     }
 }
 
 /// Writes `dp 2 × sp 4 (ring 2 × ulysses 2)`, with pp and tp if they are larger than 1.
 impl fmt::Display for TrainingShape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let written = |(axis, size): (&'static str, usize)| match self.ring_size {
-            Some(ring) if axis == "sp" && ring > 1 => {
+        let written = |Axis { name, size }: Axis| match self.ring_size {
+            Some(ring) if name == "sp" && ring > 1 => {
                 format!("sp {size} ({RING_AXIS} {ring} × {ULYSSES_AXIS} {})", size / ring)
             }
-            _ => format!("{axis} {size}"),
+            _ => format!("{name} {size}"),
         };
         f.write_str(&self.sizes.axes().into_iter().map(written).collect::<Vec<_>>().join(" × "))
     }
@@ -69,7 +73,7 @@ impl DeviceMesh {
     /// # Errors
     /// Fails if the mesh has any other axis.
     pub fn training_shape(&self) -> Result<TrainingShape, MeshError> {
-        let names: Vec<&str> = self.axis_names().iter().map(String::as_str).collect();
+        let names = self.axis_names();
         let (pp, names) = match names[..] {
             [PP_AXIS, ref others @ ..] => (self.axis_size(PP_AXIS)?, others),
             ref names => (1, names),
@@ -109,9 +113,10 @@ impl DeviceMesh {
     }
 
     fn not_for_training(&self) -> MeshError {
-        let unknown = self.axis_names().iter().find(|name| !AXIS_ORDER.contains(&name.as_str()));
+        let names = self.axis_names();
+        let unknown = names.iter().find(|name| !AXIS_ORDER.contains(name));
         let unknown = unknown.map_or_else(String::new, |name| format!("unknown axis `{name}`: "));
-        let names = self.axis_names().join(", ");
+        let names = names.join(", ");
         let reason = format!(
             "{unknown}the axes are, first, {PP_AXIS}, dp (or {DP_REPLICATE_AXIS} and {DP_SHARD_AXIS}), sp (or {RING_AXIS} and \
              {ULYSSES_AXIS}) and, last, {TP_AXIS}; got {names}"
@@ -124,8 +129,7 @@ impl DeviceMesh {
     /// # Errors
     /// Fails if the mesh has no `sp`, or `ring_size` does not divide it.
     pub fn ring(&self, ring_size: usize) -> Result<Self, MeshError> {
-        let size = i64::try_from(ring_size).unwrap_or(i64::MAX);
-        self.unflatten("sp", &[(RING_AXIS, size), (ULYSSES_AXIS, -1)])
+        self.unflatten("sp", [StatedAxis::from((RING_AXIS, ring_size)), Axis::new(ULYSSES_AXIS, -1)])
     }
 
     /// Returns a `dp`, `sp` mesh with both axes split into the parts that groups of ZeRO and of attention span: no group of
@@ -143,8 +147,10 @@ impl DeviceMesh {
 
     /// Returns the mesh with `dp` split into the axes [`DP_REPLICATE_AXIS`] and [`DP_SHARD_AXIS`].
     fn replicated(&self, shard_size: usize) -> Result<Self, MeshError> {
-        let size = i64::try_from(shard_size).unwrap_or(i64::MAX);
-        self.unflatten("dp", &[(DP_REPLICATE_AXIS, -1), (DP_SHARD_AXIS, size)])
+        self.unflatten(
+            "dp",
+            [Axis::new(DP_REPLICATE_AXIS, -1), StatedAxis::from((DP_SHARD_AXIS, shard_size))],
+        )
     }
 
     /// Returns ZeRO's view of a `dp`, `sp` mesh: the axes [`REPLICAS_AXIS`] and [`SHARD_AXIS`], both row-major over
@@ -194,7 +200,7 @@ mod tests {
         assert_eq!(mesh.split(None, 2).unwrap().axis_names(), ["dp", "ring", "ulysses"]);
         let whole = mesh.split(Some(ShardShape { dp_size: 2, spans_sp: false }), 2).unwrap();
         assert_eq!(whole.axis_names(), ["dp_replicate", "dp_shard", "ring", "ulysses"]);
-        assert_eq!((whole.shape(), whole.ranks()), (&[2; 4][..], mesh.ranks()));
+        assert_eq!((whole.shape(), whole.ranks()), (vec![2; 4], mesh.ranks()));
     }
 
     #[test]

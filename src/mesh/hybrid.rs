@@ -2,7 +2,7 @@
 //!
 //! JAX and axlearn call the two ICI and DCN.
 
-use super::{DeviceMesh, MeshError, num_ranks_of, resolve_axes};
+use super::{Axis, DeviceMesh, MeshError, StatedAxis, axis, num_ranks, resolve_axes};
 use std::collections::BTreeMap;
 
 /// A cluster of nodes with the same number of ranks each.
@@ -39,17 +39,17 @@ pub struct Device {
 ///
 /// let cluster = Cluster { nodes: 2, ranks_per_node: 8 };
 /// let shape = HybridMeshShape::new(&["dp", "sp"], &[2, 4], &[1, 2], cluster)?;
-/// assert_eq!(shape.shape(), [2, 8]);
 /// let mesh = shape.mesh()?;
+/// assert_eq!(mesh.shape(), [2, 8]);
 /// assert_eq!(mesh.ranks()[..8], [0, 1, 2, 3, 8, 9, 10, 11]);
 /// assert_eq!(mesh.ranks()[8..], [4, 5, 6, 7, 12, 13, 14, 15]);
 /// # Ok::<(), ulysses::mesh::MeshError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HybridMeshShape {
-    axis_names: Vec<String>,
-    intra: Vec<usize>,
-    inter: Vec<usize>,
+    intra: Vec<Axis>,
+    /// The same axes.
+    inter: Vec<Axis>,
 }
 
 impl HybridMeshShape {
@@ -70,39 +70,38 @@ impl HybridMeshShape {
         if intra_len != axes || inter_len != axes {
             return Err(MeshError::HybridLengths { axes, intra: intra_len, inter: inter_len });
         }
-        let (names, intra) = resolve_side("within a node", axis_names, intra, cluster.ranks_per_node)?;
-        let (_, inter) = resolve_side("between nodes", axis_names, inter, cluster.nodes)?;
-        Ok(Self { axis_names: names, intra, inter })
+        let stated = |sizes: &[i64]| -> Vec<StatedAxis> {
+            axis_names.iter().zip(sizes).map(|(name, size)| Axis::new(*name, *size)).collect()
+        };
+        let intra = resolve_side("within a node", &stated(intra), cluster.ranks_per_node)?;
+        let inter = resolve_side("between nodes", &stated(inter), cluster.nodes)?;
+        Ok(Self { intra, inter })
     }
 
-    /// Returns the names of the axes, aliases resolved.
-    pub fn axis_names(&self) -> &[String] {
-        &self.axis_names
-    }
-
-    /// Returns the sizes within a node.
-    pub fn intra(&self) -> &[usize] {
+    /// Returns the axes within a node, aliases of names resolved.
+    pub fn intra(&self) -> &[Axis] {
         &self.intra
     }
 
-    /// Returns the sizes between nodes.
-    pub fn inter(&self) -> &[usize] {
+    /// Returns the same axes between nodes.
+    pub fn inter(&self) -> &[Axis] {
         &self.inter
     }
 
-    /// Returns the sizes of the whole mesh.
-    pub fn shape(&self) -> Vec<usize> {
-        self.intra.iter().zip(&self.inter).map(|(intra, inter)| intra * inter).collect()
+    /// Returns the axes of the whole mesh.
+    pub fn axes(&self) -> Vec<Axis> {
+        let sides = self.intra.iter().zip(&self.inter);
+        sides.map(|(intra, inter)| Axis::new(&intra.name, intra.size * inter.size)).collect()
     }
 
     /// Returns the number of ranks per node.
     pub fn ranks_per_node(&self) -> usize {
-        self.intra.iter().product()
+        self.intra.iter().map(|axis| axis.size).product()
     }
 
     /// Returns the number of nodes.
     pub fn nodes(&self) -> usize {
-        self.inter.iter().product()
+        self.inter.iter().map(|axis| axis.size).product()
     }
 
     /// Returns the mesh for consecutive ranks on each node.
@@ -112,7 +111,7 @@ impl HybridMeshShape {
     /// # Errors
     /// Fails if the mesh has more than [`MAX_RANKS`](super::MAX_RANKS) ranks.
     pub fn mesh(&self) -> Result<DeviceMesh, MeshError> {
-        self.arrange(|node, local| node * self.ranks_per_node() + local)
+        self.arrange(|NodePosition { node, local }| node * self.ranks_per_node() + local)
     }
 
     /// Returns the mesh over the given devices, in any order. Nodes are sorted by index, devices of a node by rank.
@@ -135,61 +134,45 @@ impl HybridMeshShape {
             ranks.sort_unstable();
         }
         let by_node: Vec<Vec<usize>> = by_node.into_values().collect();
-        self.arrange(|node, local| by_node[node][local])
+        self.arrange(|NodePosition { node, local }| by_node[node][local])
     }
 
     /// Builds the mesh from the rank at each local position of each node.
-    fn arrange(&self, rank: impl Fn(usize, usize) -> usize) -> Result<DeviceMesh, MeshError> {
-        let shape = self.shape();
-        let num_ranks = num_ranks_of(&self.axis_names, &shape)?;
-        let ranks = (0..num_ranks).map(|position| {
-            let (node, local) = self.node_and_local(position, &shape);
-            rank(node, local)
-        });
-        let sizes: Vec<i64> = shape.iter().map(|&size| i64::try_from(size).unwrap_or(i64::MAX)).collect();
-        let axes: Vec<(&str, i64)> = self.axis_names.iter().map(String::as_str).zip(sizes).collect();
+    fn arrange(&self, rank: impl Fn(NodePosition) -> usize) -> Result<DeviceMesh, MeshError> {
+        let axes = self.axes();
+        let ranks = (0..num_ranks(&axes)?).map(|position| rank(self.node_position(position)));
         DeviceMesh::with_ranks(&axes, ranks.collect())
     }
 
-    /// Returns the node of a mesh position and its local position there, both row-major.
-    fn node_and_local(&self, mut position: usize, shape: &[usize]) -> (usize, usize) {
+    /// Returns the place of a mesh position.
+    fn node_position(&self, mut position: usize) -> NodePosition {
         let (mut node, mut local) = (0, 0);
         let (mut node_stride, mut local_stride) = (1, 1);
-        for axis in (0..shape.len()).rev() {
-            let coordinate = position % shape[axis];
-            position /= shape[axis];
-            local += coordinate % self.intra[axis] * local_stride;
-            node += coordinate / self.intra[axis] * node_stride;
-            local_stride *= self.intra[axis];
-            node_stride *= self.inter[axis];
+        for (intra, inter) in self.intra.iter().zip(&self.inter).rev() {
+            let coordinate = position % (intra.size * inter.size);
+            position /= intra.size * inter.size;
+            local += coordinate % intra.size * local_stride;
+            node += coordinate / intra.size * node_stride;
+            local_stride *= intra.size;
+            node_stride *= inter.size;
         }
-        (node, local)
+        NodePosition { node, local }
     }
+}
+
+/// The place of a rank: its node, and its position there, both row-major.
+struct NodePosition {
+    node: usize,
+    local: usize,
 }
 
 /// Resolves the sizes within a node or between nodes; their product must be `total`.
-fn resolve_side(
-    side: &'static str,
-    names: &[&str],
-    sizes: &[i64],
-    total: usize,
-) -> Result<(Vec<String>, Vec<usize>), MeshError> {
-    resolve_exact(names, sizes, total).map_err(|source| MeshError::Side { side, source: Box::new(source) })
-}
-
-fn resolve_exact(
-    names: &[&str],
-    sizes: &[i64],
-    total: usize,
-) -> Result<(Vec<String>, Vec<usize>), MeshError> {
-    let axes: Vec<(&str, i64)> = names.iter().copied().zip(sizes.iter().copied()).collect();
-    let (names, shape) = resolve_axes(&axes, Some(total))?;
-    let product = num_ranks_of(&names, &shape)?;
-    if product != total {
-        let mesh = super::notation::axes(&names, &shape);
-        return Err(MeshError::WorldSizeMismatch { mesh, product, world_size: total });
-    }
-    Ok((names, shape))
+fn resolve_side(side: &'static str, axes: &[StatedAxis], total: usize) -> Result<Vec<Axis>, MeshError> {
+    let resolved = resolve_axes(axes, Some(total)).and_then(|axes| match num_ranks(&axes)? {
+        product if product == total => Ok(axes),
+        product => Err(MeshError::WorldSizeMismatch { mesh: axis::list(&axes), product, world_size: total }),
+    });
+    resolved.map_err(|source| MeshError::Side { side, source: Box::new(source) })
 }
 
 #[cfg(test)]
@@ -203,8 +186,12 @@ mod tests {
         let cluster = Cluster { nodes: 4, ranks_per_node: 8 };
         let new = |intra: &[i64], inter: &[i64]| HybridMeshShape::new(&["dp", "sp"], intra, inter, cluster);
         let shape = new(&[-1, 4], &[2, -1]).unwrap();
-        assert_eq!((shape.intra(), shape.inter(), shape.shape()), (&[2, 4][..], &[2, 2][..], vec![4, 8]));
-        assert_eq!((shape.nodes(), shape.ranks_per_node(), shape.axis_names()[1].as_str()), (4, 8, "sp"));
+        let axes = |dp: usize, sp: usize| vec![Axis::new("dp", dp), Axis::new("sp", sp)];
+        assert_eq!(
+            (shape.intra(), shape.inter(), shape.axes()),
+            (&axes(2, 4)[..], &axes(2, 2)[..], axes(4, 8))
+        );
+        assert_eq!((shape.nodes(), shape.ranks_per_node()), (4, 8));
         let message = |intra: &[i64], inter: &[i64]| new(intra, inter).unwrap_err().to_string();
         assert!(message(&[2, 2], &[2, 2]).starts_with("within a node: mesh dp=2,sp=2 needs 4 ranks"));
         assert!(message(&[2, 4], &[2, 3]).starts_with("between nodes: mesh dp=2,sp=3 needs 6 ranks"));

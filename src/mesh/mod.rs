@@ -20,6 +20,7 @@
 //! ```
 
 mod axes;
+mod axis;
 mod axis_names;
 mod draw;
 mod error;
@@ -42,6 +43,7 @@ mod tensor_shard;
 mod tests;
 
 pub use axes::{MeshShape, PerAxis};
+pub use axis::{Axis, StatedAxis};
 pub use axis_names::{
     PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS, canonical_axis_name,
 };
@@ -52,11 +54,11 @@ pub use hsdp::{ShardShape, TrainingShape};
 pub use hybrid::{Cluster, Device, HybridMeshShape};
 pub use node_layout::{AxisPlacement, draw_nodes};
 pub use placement::{PlacedMesh, SpGroups};
-pub use preset::Preset;
-pub use rules::MeshRules;
+pub use preset::{Preset, PresetOnCluster};
+pub use rules::{InvalidPattern, MeshRules};
 pub use seq_sharding::{SeqSharding, TokenRanges, UlyssesLimits};
 pub use shard_range::shard_range;
-pub use spec::MeshSpec;
+pub use spec::{MeshSpec, SpecMesh};
 pub use svg::svg;
 pub use tensor_shard::{ShardRun, TensorShard};
 
@@ -83,8 +85,7 @@ pub const MAX_RANKS: usize = 1 << 20;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct DeviceMesh {
-    axis_names: Vec<String>,
-    shape: Vec<usize>,
+    axes: Vec<Axis>,
     /// The global rank at each coordinate, coordinates in row-major order.
     ranks: Vec<usize>,
 }
@@ -97,14 +98,17 @@ impl DeviceMesh {
     ///
     /// # Errors
     /// Fails if a name is invalid or repeated, a size is invalid, or the product of the sizes is not `world_size`.
-    pub fn new(axes: &[(&str, i64)], world_size: Option<usize>) -> Result<Self, MeshError> {
-        let (axis_names, shape) = resolve_axes(axes, world_size)?;
-        let num_ranks = num_ranks_of(&axis_names, &shape)?;
+    pub fn new<A: Into<StatedAxis>>(
+        axes: impl IntoIterator<Item = A>,
+        world_size: Option<usize>,
+    ) -> Result<Self, MeshError> {
+        let axes = resolve_axes(axes, world_size)?;
+        let num_ranks = num_ranks(&axes)?;
         if let Some(world_size) = world_size.filter(|&world_size| world_size != num_ranks) {
-            let mesh = notation::axes(&axis_names, &shape);
+            let mesh = axis::list(&axes);
             return Err(MeshError::WorldSizeMismatch { mesh, product: num_ranks, world_size });
         }
-        Ok(Self { axis_names, shape, ranks: (0..num_ranks).collect() })
+        Ok(Self { axes, ranks: (0..num_ranks).collect() })
     }
 
     /// Arranges the given ranks on `axes`, in row-major order of their coordinates.
@@ -113,7 +117,10 @@ impl DeviceMesh {
     ///
     /// # Errors
     /// Fails like [`new`](Self::new) with `world_size = ranks.len()`, or if a rank is listed twice.
-    pub fn with_ranks(axes: &[(&str, i64)], ranks: Vec<usize>) -> Result<Self, MeshError> {
+    pub fn with_ranks<A: Into<StatedAxis>>(
+        axes: impl IntoIterator<Item = A>,
+        ranks: Vec<usize>,
+    ) -> Result<Self, MeshError> {
         let row_major = Self::new(axes, Some(ranks.len()))?;
         let mut seen = HashSet::with_capacity(ranks.len());
         if let Some(&rank) = ranks.iter().find(|&&rank| !seen.insert(rank)) {
@@ -130,14 +137,19 @@ impl DeviceMesh {
         MeshShape::dp_sp(dp, sp).row_major()
     }
 
+    /// Returns the axes, with aliases of names resolved.
+    pub fn axes(&self) -> &[Axis] {
+        &self.axes
+    }
+
     /// Returns the sizes of the axes.
-    pub fn shape(&self) -> &[usize] {
-        &self.shape
+    pub fn shape(&self) -> Vec<usize> {
+        self.axes.iter().map(|axis| axis.size).collect()
     }
 
     /// Returns the names of the axes, aliases resolved.
-    pub fn axis_names(&self) -> &[String] {
-        &self.axis_names
+    pub fn axis_names(&self) -> Vec<&str> {
+        self.axes.iter().map(|axis| axis.name.as_str()).collect()
     }
 
     /// Returns whether the mesh has the axis.
@@ -150,7 +162,7 @@ impl DeviceMesh {
     /// # Errors
     /// Fails if the mesh has no such axis.
     pub fn axis_size(&self, name: &str) -> Result<usize, MeshError> {
-        Ok(self.shape[self.axis_index(name)?])
+        Ok(self.axes[self.axis_index(name)?].size)
     }
 
     /// Returns the number of ranks in this mesh. For a slice, this is the size of the slice.
@@ -169,7 +181,8 @@ impl DeviceMesh {
     /// Fails if the rank is not in the mesh.
     pub fn coordinate(&self, global_rank: usize) -> Result<Vec<usize>, MeshError> {
         let position = self.position(global_rank)?;
-        Ok(self.strides().iter().zip(&self.shape).map(|(stride, size)| position / stride % size).collect())
+        let strides = self.strides();
+        Ok(self.axes.iter().zip(strides).map(|(axis, stride)| position / stride % axis.size).collect())
     }
 
     /// Returns the coordinate of a rank along one axis.
@@ -186,14 +199,15 @@ impl DeviceMesh {
     /// # Errors
     /// Fails if the coordinate does not have one entry per axis, or an entry is outside its axis.
     pub fn rank_at(&self, coordinate: &[usize]) -> Result<usize, MeshError> {
-        if coordinate.len() != self.shape.len() {
-            let axes = self.axis_names.clone();
+        if coordinate.len() != self.axes.len() {
+            let axes = self.owned_names();
             return Err(MeshError::CoordinateLength { given: coordinate.len(), axes });
         }
         let mut position = 0;
-        for ((&coordinate, &size), axis) in coordinate.iter().zip(&self.shape).zip(&self.axis_names) {
-            if coordinate >= size {
-                return Err(MeshError::CoordinateOutOfRange { axis: axis.clone(), coordinate, size });
+        for (&coordinate, Axis { name, size }) in coordinate.iter().zip(&self.axes) {
+            if coordinate >= *size {
+                let (axis, size) = (name.clone(), *size);
+                return Err(MeshError::CoordinateOutOfRange { axis, coordinate, size });
             }
             position = position * size + coordinate;
         }
@@ -205,11 +219,11 @@ impl DeviceMesh {
     /// All ranks compare it at startup. Ranks with different meshes would otherwise deadlock in different groups.
     pub fn fingerprint(&self) -> u64 {
         let mut hash = Fnv1a::default();
-        hash.write_len(self.shape.len());
-        for (name, &size) in self.axis_names.iter().zip(&self.shape) {
+        hash.write_len(self.axes.len());
+        for Axis { name, size } in &self.axes {
             hash.write_len(name.len());
             hash.write(name.as_bytes());
-            hash.write_len(size);
+            hash.write_len(*size);
         }
         self.ranks.iter().for_each(|&rank| hash.write_len(rank));
         hash.finish()
@@ -217,10 +231,12 @@ impl DeviceMesh {
 
     fn axis_index(&self, name: &str) -> Result<usize, MeshError> {
         let wanted = canonical_axis_name(name);
-        self.axis_names
-            .iter()
-            .position(|axis| axis == wanted)
-            .ok_or_else(|| MeshError::UnknownAxis { axis: name.to_owned(), axes: self.axis_names.clone() })
+        let index = self.axes.iter().position(|axis| axis.name == wanted);
+        index.ok_or_else(|| MeshError::UnknownAxis { axis: name.to_owned(), axes: self.owned_names() })
+    }
+
+    fn owned_names(&self) -> Vec<String> {
+        self.axes.iter().map(|axis| axis.name.clone()).collect()
     }
 
     /// Returns the index of a rank in `ranks`. The identity rank map needs no search.
@@ -236,28 +252,35 @@ impl DeviceMesh {
 
     /// Returns the stride of each axis in `ranks`.
     fn strides(&self) -> Vec<usize> {
-        let mut strides = vec![1; self.shape.len()];
-        for axis in (1..self.shape.len()).rev() {
-            strides[axis - 1] = strides[axis] * self.shape[axis];
+        let mut strides = vec![1; self.axes.len()];
+        for axis in (1..self.axes.len()).rev() {
+            strides[axis - 1] = strides[axis] * self.axes[axis].size;
         }
         strides
     }
 
     /// Builds a mesh from its parts. The caller guarantees that `ranks` has the right length and no duplicates.
-    fn from_parts(axis_names: Vec<String>, shape: Vec<usize>, ranks: Vec<usize>) -> Result<Self, MeshError> {
-        check_names(&axis_names)?;
-        debug_assert_eq!(shape.iter().product::<usize>(), ranks.len());
-        Ok(Self { axis_names, shape, ranks })
+    fn from_parts(axes: Vec<Axis>, ranks: Vec<usize>) -> Result<Self, MeshError> {
+        check_names(&axes)?;
+        debug_assert_eq!(axes.iter().map(|axis| axis.size).product::<usize>(), ranks.len());
+        Ok(Self { axes, ranks })
     }
 }
 
 /// Checks names and sizes, and infers a size of `-1` such that the product of the sizes is `total`.
-fn resolve_axes(axes: &[(&str, i64)], total: Option<usize>) -> Result<(Vec<String>, Vec<usize>), MeshError> {
-    let names: Vec<String> = axes.iter().map(|(name, _)| canonical_axis_name(name).to_owned()).collect();
-    check_names(&names)?;
+fn resolve_axes<A: Into<StatedAxis>>(
+    axes: impl IntoIterator<Item = A>,
+    total: Option<usize>,
+) -> Result<Vec<Axis>, MeshError> {
+    let canonical = |axis: A| {
+        let StatedAxis { name, size } = axis.into();
+        Axis::new(canonical_axis_name(&name), size)
+    };
+    let stated: Vec<StatedAxis> = axes.into_iter().map(canonical).collect();
+    check_names(&stated)?;
     let mut inferred = Vec::new();
-    let mut shape = Vec::with_capacity(axes.len());
-    for (index, (axis, &(_, size))) in names.iter().zip(axes).enumerate() {
+    let mut axes = Vec::with_capacity(stated.len());
+    for (index, Axis { name, size }) in stated.into_iter().enumerate() {
         let known = match size {
             -1 => {
                 inferred.push(index);
@@ -266,39 +289,39 @@ fn resolve_axes(axes: &[(&str, i64)], total: Option<usize>) -> Result<(Vec<Strin
             size => usize::try_from(size).unwrap_or(0),
         };
         if known == 0 {
-            return Err(MeshError::InvalidSize { axis: axis.clone(), size });
+            return Err(MeshError::InvalidSize { axis: name, size });
         }
-        shape.push(known);
+        axes.push(Axis::new(name, known));
     }
     match inferred[..] {
         [] => {}
         [index] => {
-            let axis = || names[index].clone();
+            let axis = || axes[index].name.clone();
             let total = total.ok_or_else(|| MeshError::InferWithoutWorldSize { axis: axis() })?;
-            let known = num_ranks_of(&names, &shape)?;
+            let known = num_ranks(&axes)?;
             if total == 0 || !total.is_multiple_of(known) {
                 return Err(MeshError::CannotInfer { axis: axis(), known, total });
             }
-            shape[index] = total / known;
+            axes[index].size = total / known;
         }
         _ => {
-            let axes = inferred.iter().map(|&index| names[index].clone()).collect();
+            let axes = inferred.iter().map(|&index| axes[index].name.clone()).collect();
             return Err(MeshError::SeveralInferred { axes });
         }
     }
-    Ok((names, shape))
+    Ok(axes)
 }
 
-fn check_names(names: &[String]) -> Result<(), MeshError> {
-    if names.is_empty() {
+fn check_names<S>(axes: &[Axis<S>]) -> Result<(), MeshError> {
+    if axes.is_empty() {
         return Err(MeshError::NoAxes);
     }
     let is_plain = |c: char| c.is_alphanumeric() || "_-.".contains(c);
-    for (index, name) in names.iter().enumerate() {
+    for (index, Axis { name, .. }) in axes.iter().enumerate() {
         if name.is_empty() || !name.chars().all(is_plain) {
             return Err(MeshError::InvalidName { name: name.clone() });
         }
-        if names[..index].contains(name) {
+        if axes[..index].iter().any(|earlier| earlier.name == *name) {
             return Err(MeshError::DuplicateName { name: name.clone() });
         }
     }
@@ -306,9 +329,9 @@ fn check_names(names: &[String]) -> Result<(), MeshError> {
 }
 
 /// Returns the product of the sizes, at most [`MAX_RANKS`].
-fn num_ranks_of(names: &[String], shape: &[usize]) -> Result<usize, MeshError> {
-    let product = shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
+fn num_ranks(axes: &[Axis]) -> Result<usize, MeshError> {
+    let product = axes.iter().try_fold(1_usize, |product, axis| product.checked_mul(axis.size));
     product
         .filter(|&product| product <= MAX_RANKS)
-        .ok_or_else(|| MeshError::TooManyRanks { mesh: notation::axes(names, shape), limit: MAX_RANKS })
+        .ok_or_else(|| MeshError::TooManyRanks { mesh: axis::list(axes), limit: MAX_RANKS })
 }

@@ -1,7 +1,7 @@
 //! The layout of ranks and groups on nodes.
 
 use super::draw::{WIDTH, list};
-use super::{DeviceMesh, MeshError};
+use super::{Axis, DeviceMesh, MeshError};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::fmt::Write as _;
@@ -28,15 +28,15 @@ impl AxisPlacement {
     /// # Errors
     /// Never fails for a mesh built by this module.
     pub fn of_mesh(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<Vec<Self>, MeshError> {
-        let placement = |axis: &String| {
-            let groups = mesh.all_groups(axis)?;
+        let placement = |Axis { name, size }: &Axis| {
+            let groups = mesh.all_groups(name)?;
             let nodes_of = |group: &Vec<usize>| {
                 group.iter().map(|rank| rank / ranks_per_node.max(1)).collect::<BTreeSet<_>>().len()
             };
             let nodes = groups.iter().map(nodes_of).max().unwrap_or(0);
-            Ok(Self { axis: axis.clone(), groups: groups.len(), size: mesh.axis_size(axis)?, nodes })
+            Ok(Self { axis: name.clone(), groups: groups.len(), size: *size, nodes })
         };
-        mesh.axis_names().iter().map(placement).collect()
+        mesh.axes().iter().map(placement).collect()
     }
 }
 

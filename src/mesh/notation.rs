@@ -1,6 +1,6 @@
 //! Text notation of meshes, for the command line and for messages.
 
-use super::{DeviceMesh, MeshError, MeshShape, TP_AXIS};
+use super::{Axis, DeviceMesh, MeshError, MeshShape, StatedAxis, TP_AXIS, axis, canonical_axis_name};
 use std::fmt;
 use std::str::FromStr;
 
@@ -32,7 +32,7 @@ impl DeviceMesh {
 }
 
 /// Parses the axes of `2x4`, `2x4x2` or `dp=2,sp=4`.
-pub(super) fn parse_axes<'a>(text: &'a str) -> Result<Vec<(&'a str, i64)>, MeshError> {
+pub(super) fn parse_axes(text: &str) -> Result<Vec<StatedAxis>, MeshError> {
     if !text.contains('=') {
         return match text.split(['x', 'X']).count() {
             3 => parse_sizes(text, &["dp", "sp", TP_AXIS]),
@@ -40,8 +40,8 @@ pub(super) fn parse_axes<'a>(text: &'a str) -> Result<Vec<(&'a str, i64)>, MeshE
             _ => parse_sizes(text, &["dp", "sp"]),
         };
     }
-    let axis = |axis: &'a str| match axis.split_once('=') {
-        Some((name, size)) => Ok((name.trim(), parse_size(text, size)?)),
+    let axis = |axis: &str| match axis.split_once('=') {
+        Some((name, size)) => Ok(Axis::new(canonical_axis_name(name.trim()), parse_size(text, size)?)),
         None => Err(unreadable(text, format!("`{axis}` has no `=`"))),
     };
     text.split(',').map(axis).collect()
@@ -58,13 +58,13 @@ fn pp_without_name(text: &str) -> MeshError {
 }
 
 /// Parses sizes such as `2x2x4`, one for each name.
-fn parse_sizes<'a>(text: &str, names: &[&'a str]) -> Result<Vec<(&'a str, i64)>, MeshError> {
+fn parse_sizes(text: &str, names: &[&str]) -> Result<Vec<StatedAxis>, MeshError> {
     let sizes = text.split(['x', 'X']).map(|size| parse_size(text, size)).collect::<Result<Vec<_>, _>>()?;
     if sizes.len() != names.len() {
         let reason = format!("{} sizes for the axes {}", sizes.len(), names.join(", "));
         return Err(unreadable(text, reason));
     }
-    Ok(names.iter().copied().zip(sizes).collect())
+    Ok(names.iter().zip(sizes).map(|(name, size)| Axis::new(*name, size)).collect())
 }
 
 impl FromStr for DeviceMesh {
@@ -78,18 +78,12 @@ impl FromStr for DeviceMesh {
 /// Writes `dp=2,sp=4`, which [`DeviceMesh::parse`] reads back. A rank map other than the identity follows.
 impl fmt::Display for DeviceMesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&axes(&self.axis_names, &self.shape))?;
+        f.write_str(&axis::list(&self.axes))?;
         if self.ranks.iter().enumerate().any(|(position, &rank)| rank != position) {
             write!(f, " over ranks {}", ranks(&self.ranks))?;
         }
         Ok(())
     }
-}
-
-/// Formats axes as `dp=2,sp=4`.
-pub(super) fn axes(names: &[String], shape: &[usize]) -> String {
-    let axes: Vec<_> = names.iter().zip(shape).map(|(name, size)| format!("{name}={size}")).collect();
-    axes.join(",")
 }
 
 /// Formats ranks as `0..=7`, or as a list if they are not consecutive.

@@ -1,6 +1,5 @@
 //! The mesh of a training run: axes `pp`, `dp`, `sp` and `tp`, and the rank at each coordinate.
 
-use super::stated_sizes::{axes_of, borrowed};
 use super::{DeviceMesh, MeshError, MeshSpec, RankHosts, TP_AXIS};
 
 /// A training mesh on its hosts.
@@ -51,7 +50,7 @@ impl PlacedMesh {
         hosts: Option<&RankHosts>,
     ) -> Result<Self, MeshError> {
         let hosts = hosts.filter(|hosts| hosts.num_nodes() > 1 && hosts.world_size() == flat.world_size());
-        let ordered = |ranks| DeviceMesh::with_ranks(&borrowed(&axes_of(&flat)), ranks);
+        let ordered = |ranks| DeviceMesh::with_ranks(flat.axes(), ranks);
         let given = match spec {
             None | Some(MeshSpec::Axes(_)) => None,
             Some(spec) => Some(ordered(spec.ranks(hosts)?)?),

@@ -18,6 +18,15 @@ pub enum Preset {
     UlyssesHsdp,
 }
 
+/// A preset on a cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PresetOnCluster {
+    /// The preset.
+    pub preset: Preset,
+    /// The cluster.
+    pub cluster: Cluster,
+}
+
 impl Preset {
     /// All presets.
     pub const ALL: [Self; 5] = [Self::Ddp, Self::Fsdp, Self::Hsdp, Self::Ulysses, Self::UlyssesHsdp];
@@ -45,7 +54,7 @@ impl Preset {
     ///
     /// # Errors
     /// Fails if the text after `=` is not a cluster or has another world size than `cluster`, or if neither is given.
-    pub fn parse(text: &str, cluster: Option<Cluster>) -> Result<Option<(Self, Cluster)>, MeshError> {
+    pub fn parse(text: &str, cluster: Option<Cluster>) -> Result<Option<PresetOnCluster>, MeshError> {
         let Some(preset) = Self::named(text) else { return Ok(None) };
         let given = text.split_once('=').map(|(_, sizes)| parse_cluster(text, sizes)).transpose()?;
         match (given, cluster) {
@@ -56,7 +65,7 @@ impl Preset {
                     world_size: cluster.world_size(),
                 })
             }
-            (Some(cluster), _) | (None, Some(cluster)) => Ok(Some((preset, cluster))),
+            (Some(cluster), _) | (None, Some(cluster)) => Ok(Some(PresetOnCluster { preset, cluster })),
             (None, None) => Err(MeshError::PresetWithoutCluster { preset: preset.name().to_owned() }),
         }
     }
@@ -126,7 +135,7 @@ mod tests {
     const TWO_OF_8: Cluster = Cluster { nodes: 2, ranks_per_node: 8 };
 
     fn mesh(text: &str) -> DeviceMesh {
-        let (preset, cluster) = Preset::parse(text, Some(TWO_OF_8)).unwrap().unwrap();
+        let PresetOnCluster { preset, cluster } = Preset::parse(text, Some(TWO_OF_8)).unwrap().unwrap();
         preset.mesh(cluster).unwrap()
     }
 

@@ -8,17 +8,26 @@ pub struct MeshRules {
     patterns: Vec<Regex>,
 }
 
+/// A pattern that is no regular expression.
+#[derive(Debug)]
+pub struct InvalidPattern {
+    /// Its index.
+    pub index: usize,
+    /// The mistake in it.
+    pub error: regex::Error,
+}
+
 impl MeshRules {
     /// Compiles the patterns. Each is a regular expression that must match the whole selector.
     ///
     /// # Errors
-    /// Returns the index of the first invalid pattern, and the reason.
-    pub fn new<S: AsRef<str>>(patterns: &[S]) -> Result<Self, (usize, regex::Error)> {
+    /// The first invalid pattern.
+    pub fn new<S: AsRef<str>>(patterns: &[S]) -> Result<Self, InvalidPattern> {
         let compile = |(index, pattern): (usize, &S)| {
             let pattern = pattern.as_ref();
             // Compiled alone first: wrapping would make `a)(b` a valid pattern.
             let anchored = Regex::new(pattern).and_then(|_| Regex::new(&format!("^(?:{pattern})$")));
-            anchored.map_err(|error| (index, error))
+            anchored.map_err(|error| InvalidPattern { index, error })
         };
         Ok(Self { patterns: patterns.iter().enumerate().map(compile).collect::<Result<_, _>>()? })
     }
@@ -54,7 +63,7 @@ mod tests {
 
     #[test]
     fn an_invalid_pattern_is_an_error_with_its_index() {
-        let error = |pattern: &str| MeshRules::new(&[".*", pattern]).unwrap_err().0;
+        let error = |pattern: &str| MeshRules::new(&[".*", pattern]).unwrap_err().index;
         assert_eq!((error("a("), error("a)(b")), (1, 1));
     }
 }

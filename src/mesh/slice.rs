@@ -3,7 +3,7 @@
 //! Everything builds on [`DeviceMesh::offsets`]: the positions that a set of axes reaches from the origin. A
 //! submesh is these offsets, shifted to a position on the remaining axes.
 
-use super::{DeviceMesh, MeshError, canonical_axis_name, notation, resolve_axes};
+use super::{Axis, DeviceMesh, MeshError, StatedAxis, axis, canonical_axis_name, num_ranks, resolve_axes};
 
 impl DeviceMesh {
     /// Returns all groups along an axis, in row-major order of the other axes. Each group is ordered along the axis.
@@ -55,23 +55,19 @@ impl DeviceMesh {
     /// Fails like [`slice`](Self::slice), or if the new name is invalid or used by a remaining axis.
     pub fn flatten(&self, axes: &[&str], new_name: &str) -> Result<Self, MeshError> {
         let merged = self.ordered_axes(axes)?;
-        let merged_size = merged.iter().map(|&axis| self.shape[axis]).product();
-        let mut axis_names = Vec::new();
-        let mut shape = Vec::new();
-        let mut new_order = Vec::new();
-        for axis in 0..self.shape.len() {
-            if axis == merged[0] {
-                axis_names.push(canonical_axis_name(new_name).to_owned());
-                shape.push(merged_size);
+        let merged_size = merged.iter().map(|&axis| self.axes[axis].size).product();
+        let (mut new_axes, mut new_order) = (Vec::new(), Vec::new());
+        for (index, axis) in self.axes.iter().enumerate() {
+            if index == merged[0] {
+                new_axes.push(Axis::new(canonical_axis_name(new_name), merged_size));
                 new_order.extend(&merged);
-            } else if !merged.contains(&axis) {
-                axis_names.push(self.axis_names[axis].clone());
-                shape.push(self.shape[axis]);
-                new_order.push(axis);
+            } else if !merged.contains(&index) {
+                new_axes.push(axis.clone());
+                new_order.push(index);
             }
         }
         let ranks = self.offsets(&new_order).into_iter().map(|position| self.ranks[position]).collect();
-        Self::from_parts(axis_names, shape, ranks)
+        Self::from_parts(new_axes, ranks)
     }
 
     /// Splits an axis into several axes at its position, the last one fastest.
@@ -81,25 +77,21 @@ impl DeviceMesh {
     ///
     /// # Errors
     /// Fails if the mesh has no such axis, the product of the sizes is not its size, or a name is invalid or in use.
-    pub fn unflatten(&self, axis: &str, into: &[(&str, i64)]) -> Result<Self, MeshError> {
+    pub fn unflatten<A: Into<StatedAxis>>(
+        &self,
+        axis: &str,
+        into: impl IntoIterator<Item = A>,
+    ) -> Result<Self, MeshError> {
         let index = self.axis_index(axis)?;
-        let size = self.shape[index];
-        let (new_names, new_sizes) = resolve_axes(into, Some(size))?;
-        let product = super::num_ranks_of(&new_names, &new_sizes)?;
+        let Axis { name, size } = self.axes[index].clone();
+        let into = resolve_axes(into, Some(size))?;
+        let product = num_ranks(&into)?;
         if product != size {
-            let into = notation::axes(&new_names, &new_sizes);
-            return Err(MeshError::UnflattenSize {
-                axis: self.axis_names[index].clone(),
-                size,
-                into,
-                product,
-            });
+            return Err(MeshError::UnflattenSize { axis: name, size, into: axis::list(&into), product });
         }
-        let mut axis_names = self.axis_names.clone();
-        axis_names.splice(index..=index, new_names);
-        let mut shape = self.shape.clone();
-        shape.splice(index..=index, new_sizes);
-        Self::from_parts(axis_names, shape, self.ranks.clone())
+        let mut axes = self.axes.clone();
+        axes.splice(index..=index, into);
+        Self::from_parts(axes, self.ranks.clone())
     }
 
     /// Concatenates submeshes of this mesh into one mesh with all their axes, in the given order.
@@ -113,18 +105,17 @@ impl DeviceMesh {
     /// axis, or two axes have the same name.
     pub fn concatenate(&self, parts: &[Self]) -> Result<Self, MeshError> {
         let anchor = self.coordinate(common_rank(parts)?)?;
-        let mut joined_along: Vec<Option<usize>> = vec![None; self.shape.len()];
+        let mut joined_along: Vec<Option<usize>> = vec![None; self.axes.len()];
         let mut coordinates = vec![anchor.clone()];
         for (index, part) in parts.iter().enumerate() {
             let steps =
                 part.ranks.iter().map(|&rank| self.coordinate(rank)).collect::<Result<Vec<_>, _>>()?;
-            for axis in (0..self.shape.len()).filter(|&axis| steps.iter().any(|at| at[axis] != anchor[axis]))
-            {
+            for axis in (0..self.axes.len()).filter(|&axis| steps.iter().any(|at| at[axis] != anchor[axis])) {
                 if let Some(earlier) = joined_along[axis].replace(index) {
                     return Err(MeshError::OverlappingAxes {
                         first: parts[earlier].to_string(),
                         other: part.to_string(),
-                        axis: self.axis_names[axis].clone(),
+                        axis: self.axes[axis].name.clone(),
                     });
                 }
             }
@@ -136,22 +127,21 @@ impl DeviceMesh {
                 .collect();
         }
         let ranks = coordinates.iter().map(|at| self.rank_at(at)).collect::<Result<_, _>>()?;
-        let axis_names = parts.iter().flat_map(|part| part.axis_names.clone()).collect();
-        Self::from_parts(axis_names, parts.iter().flat_map(|part| part.shape.clone()).collect(), ranks)
+        Self::from_parts(parts.iter().flat_map(|part| part.axes.clone()).collect(), ranks)
     }
 
     /// Returns the positions reached from position 0 along `axes`, row-major in the order of `axes`.
     fn offsets(&self, axes: &[usize]) -> Vec<usize> {
         let strides = self.strides();
         axes.iter().fold(vec![0], |offsets, &axis| {
-            let steps = |offset| (0..self.shape[axis]).map(move |step| (offset, step));
+            let steps = |offset| (0..self.axes[axis].size).map(move |step| (offset, step));
             offsets.into_iter().flat_map(steps).map(|(offset, step)| offset + step * strides[axis]).collect()
         })
     }
 
     /// Returns the ranks of every submesh over `axes`, in row-major order of the other axes.
     fn rank_lists(&self, axes: &[usize]) -> Vec<Vec<usize>> {
-        let others: Vec<usize> = (0..self.shape.len()).filter(|axis| !axes.contains(axis)).collect();
+        let others: Vec<usize> = (0..self.axes.len()).filter(|axis| !axes.contains(axis)).collect();
         let inside = self.offsets(axes);
         let list = |start: usize| inside.iter().map(|offset| self.ranks[start + offset]).collect();
         self.offsets(&others).into_iter().map(list).collect()
@@ -161,13 +151,12 @@ impl DeviceMesh {
     fn ranks_through(&self, axes: &[usize], position: usize) -> Vec<usize> {
         let strides = self.strides();
         let inside: usize =
-            axes.iter().map(|&axis| position / strides[axis] % self.shape[axis] * strides[axis]).sum();
+            axes.iter().map(|&axis| position / strides[axis] % self.axes[axis].size * strides[axis]).sum();
         self.offsets(axes).into_iter().map(|offset| self.ranks[position - inside + offset]).collect()
     }
 
     fn submesh(&self, axes: &[usize], ranks: Vec<usize>) -> Result<Self, MeshError> {
-        let axis_names = axes.iter().map(|&axis| self.axis_names[axis].clone()).collect();
-        Self::from_parts(axis_names, axes.iter().map(|&axis| self.shape[axis]).collect(), ranks)
+        Self::from_parts(axes.iter().map(|&axis| self.axes[axis].clone()).collect(), ranks)
     }
 
     /// Returns the indices of axes, which must be distinct and in the order of the mesh.
@@ -177,12 +166,9 @@ impl DeviceMesh {
             return Err(MeshError::NoAxes);
         }
         if axes.windows(2).any(|pair| pair[0] >= pair[1]) {
-            let is_requested = |axis: &usize| axes.contains(axis);
-            let valid = (0..self.shape.len()).filter(is_requested).map(|axis| self.axis_names[axis].clone());
-            return Err(MeshError::AxisOrder {
-                requested: axes.iter().map(|&axis| self.axis_names[axis].clone()).collect(),
-                valid: valid.collect(),
-            });
+            let name = |axis: usize| self.axes[axis].name.clone();
+            let valid = (0..self.axes.len()).filter(|axis| axes.contains(axis)).map(name).collect();
+            return Err(MeshError::AxisOrder { requested: axes.into_iter().map(name).collect(), valid });
         }
         Ok(axes)
     }

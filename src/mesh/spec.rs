@@ -2,10 +2,8 @@
 
 use super::axis_names::AXIS_ORDER;
 use super::notation::{parse_axes, unreadable};
-use super::stated_sizes::{Axes, axes_of, borrowed, hybrid_shape, place, resolve_axes};
-use super::{
-    Cluster, DeviceMesh, HybridMeshShape, MeshError, Preset, RankHosts, TrainingShape, canonical_axis_name,
-};
+use super::stated_sizes::{Axes, hybrid_shape, place, resolve_axes, stated};
+use super::{Cluster, DeviceMesh, HybridMeshShape, MeshError, Preset, RankHosts, TrainingShape, axis};
 use std::fmt;
 
 /// A training mesh as text: sizes, sizes within a node and between nodes, a rank map, or a preset.
@@ -49,6 +47,15 @@ pub enum MeshSpec {
     Preset(Preset, Option<Cluster>),
 }
 
+/// The mesh that a [`MeshSpec`] states.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SpecMesh {
+    /// The mesh, for consecutive ranks on each node.
+    pub mesh: DeviceMesh,
+    /// The ranks of a node, if it states them.
+    pub ranks_per_node: Option<usize>,
+}
+
 impl MeshSpec {
     /// Parses a mesh in any notation.
     ///
@@ -56,7 +63,7 @@ impl MeshSpec {
     /// Fails if the text is in none of the notations. Sizes are checked by [`resolve`](Self::resolve).
     pub fn parse(text: &str) -> Result<Self, MeshError> {
         if let Some((axes, ranks)) = text.split_once('@') {
-            return Ok(Self::RankMap { axes: owned_axes(axes)?, ranks: parse_ranks(text, ranks)? });
+            return Ok(Self::RankMap { axes: parse_axes(axes)?, ranks: parse_ranks(text, ranks)? });
         }
         if text.contains(':') {
             return parse_hybrid(text);
@@ -64,11 +71,11 @@ impl MeshSpec {
         match Preset::named(text) {
             // Only the text decides about the cluster: any other would do.
             Some(preset) if text.contains('=') => {
-                let cluster = Preset::parse(text, None)?.map(|(_, cluster)| cluster);
+                let cluster = Preset::parse(text, None)?.map(|parsed| parsed.cluster);
                 Ok(Self::Preset(preset, cluster))
             }
             Some(preset) => Ok(Self::Preset(preset, None)),
-            None => Ok(Self::Axes(owned_axes(text)?)),
+            None => Ok(Self::Axes(parse_axes(text)?)),
         }
     }
 
@@ -83,17 +90,17 @@ impl MeshSpec {
         match self {
             Self::Axes(axes) => Ok(Self::Axes(resolve_axes(axes, world_size)?)),
             Self::RankMap { axes, ranks } => {
-                let mesh = DeviceMesh::with_ranks(&borrowed(axes), ranks.clone())?;
+                let mesh = DeviceMesh::with_ranks(axes, ranks.clone())?;
                 if let Some(rank) = ranks.iter().find(|rank| **rank >= ranks.len()) {
                     let reason = format!("rank {rank} is not below the number of ranks, {}", ranks.len());
                     return Err(unreadable(&self.to_string(), reason));
                 }
-                Ok(Self::RankMap { axes: axes_of(&mesh), ranks: ranks.clone() })
+                Ok(Self::rank_map(&mesh))
             }
             Self::Hybrid { intra, inter } => Ok(Self::of_shape(&hybrid_shape(intra, inter, cluster)?)),
             Self::Preset(preset, Some(given)) => {
                 Preset::parse(&self.to_string(), cluster)?;
-                Ok(Self::Axes(axes_of(&preset.mesh(*given)?)))
+                Ok(Self::Axes(stated(preset.mesh(*given)?.axes())))
             }
             Self::Preset(preset, None) => match cluster {
                 Some(cluster) => Ok(Self::of_shape(&preset.shape(cluster)?)),
@@ -108,19 +115,9 @@ impl MeshSpec {
     /// Fails if the mesh has other axes than a training mesh, or is not resolved.
     pub fn training_shape(&self) -> Result<TrainingShape, MeshError> {
         let mesh = match self {
-            Self::Axes(axes) | Self::RankMap { axes, .. } => DeviceMesh::new(&borrowed(axes), None)?,
-            Self::Hybrid { intra, inter } => {
-                let shape = hybrid_shape(intra, inter, None)?;
-                let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
-                let sizes = shape.shape().into_iter().map(size);
-                let axes: Vec<_> = shape.axis_names().iter().map(String::as_str).zip(sizes).collect();
-                DeviceMesh::new(&axes, None)?
-            }
-            Self::Preset(preset, cluster) => {
-                let cluster = cluster
-                    .ok_or_else(|| MeshError::PresetWithoutCluster { preset: preset.name().to_owned() })?;
-                preset.mesh(cluster)?
-            }
+            // Its ranks are checked elsewhere.
+            Self::RankMap { axes, .. } => DeviceMesh::new(axes, None)?,
+            _ => self.mesh()?.mesh,
         };
         let shape = mesh.training_shape()?;
         // The order of the axes gives a rank map its meaning, so it is not sorted.
@@ -134,7 +131,7 @@ impl MeshSpec {
 
     /// Returns the rank map of a mesh.
     pub fn rank_map(mesh: &DeviceMesh) -> Self {
-        Self::RankMap { axes: axes_of(mesh), ranks: mesh.ranks().to_vec() }
+        Self::RankMap { axes: stated(mesh.axes()), ranks: mesh.ranks().to_vec() }
     }
 
     /// Returns the preset that the text names.
@@ -145,27 +142,25 @@ impl MeshSpec {
         }
     }
 
-    /// Returns the resolved mesh with its own axes, for consecutive ranks on each node, and the ranks per node if it states
-    /// them.
+    /// Returns the resolved mesh with its own axes.
     ///
     /// # Errors
     /// Fails if the mesh is invalid.
-    pub fn mesh(&self) -> Result<(DeviceMesh, Option<usize>), MeshError> {
-        match self {
-            Self::Axes(axes) => Ok((DeviceMesh::new(&borrowed(axes), None)?, None)),
-            Self::RankMap { axes, ranks } => {
-                Ok((DeviceMesh::with_ranks(&borrowed(axes), ranks.clone())?, None))
-            }
+    pub fn mesh(&self) -> Result<SpecMesh, MeshError> {
+        let (mesh, ranks_per_node) = match self {
+            Self::Axes(axes) => (DeviceMesh::new(axes, None)?, None),
+            Self::RankMap { axes, ranks } => (DeviceMesh::with_ranks(axes, ranks.clone())?, None),
             Self::Hybrid { intra, inter } => {
                 let shape = hybrid_shape(intra, inter, None)?;
-                Ok((shape.mesh()?, Some(shape.ranks_per_node())))
+                (shape.mesh()?, Some(shape.ranks_per_node()))
             }
             Self::Preset(preset, cluster) => {
                 let cluster = cluster
                     .ok_or_else(|| MeshError::PresetWithoutCluster { preset: preset.name().to_owned() })?;
-                Ok((preset.mesh(cluster)?, Some(cluster.ranks_per_node)))
+                (preset.mesh(cluster)?, Some(cluster.ranks_per_node))
             }
-        }
+        };
+        Ok(SpecMesh { mesh, ranks_per_node })
     }
 
     /// Returns the ranks of a resolved mesh, row-major. `hosts` are several nodes.
@@ -190,11 +185,7 @@ impl MeshSpec {
     }
 
     fn of_shape(shape: &HybridMeshShape) -> Self {
-        let side = |sizes: &[usize]| {
-            let size = |&size: &usize| i64::try_from(size).unwrap_or(i64::MAX);
-            shape.axis_names().iter().cloned().zip(sizes.iter().map(size)).collect()
-        };
-        Self::Hybrid { intra: side(shape.intra()), inter: side(shape.inter()) }
+        Self::Hybrid { intra: stated(shape.intra()), inter: stated(shape.inter()) }
     }
 }
 
@@ -202,13 +193,13 @@ impl MeshSpec {
 impl fmt::Display for MeshSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Axes(axes) => f.write_str(&written(axes)),
+            Self::Axes(axes) => f.write_str(&axis::list(axes)),
             Self::Hybrid { intra, inter } => {
-                write!(f, "intra:{}/inter:{}", written(intra), written(inter))
+                write!(f, "intra:{}/inter:{}", axis::list(intra), axis::list(inter))
             }
             Self::RankMap { axes, ranks } => {
                 let ranks: Vec<_> = ranks.iter().map(usize::to_string).collect();
-                write!(f, "{}@{}", written(axes), ranks.join(","))
+                write!(f, "{}@{}", axis::list(axes), ranks.join(","))
             }
             Self::Preset(preset, None) => f.write_str(preset.name()),
             Self::Preset(preset, Some(Cluster { nodes, ranks_per_node })) => {
@@ -216,15 +207,6 @@ impl fmt::Display for MeshSpec {
             }
         }
     }
-}
-
-fn written(axes: &Axes) -> String {
-    axes.iter().map(|(name, size)| format!("{name}={size}")).collect::<Vec<_>>().join(",")
-}
-
-fn owned_axes(text: &str) -> Result<Axes, MeshError> {
-    let axes = parse_axes(text)?;
-    Ok(axes.into_iter().map(|(name, size)| (canonical_axis_name(name).to_owned(), size)).collect())
 }
 
 fn parse_ranks(text: &str, ranks: &str) -> Result<Vec<usize>, MeshError> {
@@ -253,7 +235,7 @@ fn parse_hybrid(text: &str) -> Result<MeshSpec, MeshError> {
                 return Err(unreadable(text, reason));
             }
         };
-        if side.replace(owned_axes(axes)?).is_some() {
+        if side.replace(parse_axes(axes)?).is_some() {
             return Err(unreadable(text, format!("`{}` is given twice", name.trim())));
         }
     }

@@ -1,20 +1,13 @@
 //! Axis sizes as they are stated, and the shapes that they give on a cluster.
 
 use super::axis_names::AXIS_ORDER;
-use super::{Cluster, DeviceMesh, HybridMeshShape, MeshError};
+use super::{Axis, Cluster, DeviceMesh, HybridMeshShape, MeshError, StatedAxis};
 
-/// Names and sizes; -1 is inferred.
-pub(super) type Axes = Vec<(String, i64)>;
+pub(super) type Axes = Vec<StatedAxis>;
 
-/// Returns the axes with borrowed names.
-pub(super) fn borrowed(axes: &Axes) -> Vec<(&str, i64)> {
-    axes.iter().map(|(name, size)| (name.as_str(), *size)).collect()
-}
-
-/// Returns the axes of a mesh.
-pub(super) fn axes_of(mesh: &DeviceMesh) -> Axes {
-    let size = |&size: &usize| i64::try_from(size).unwrap_or(i64::MAX);
-    mesh.axis_names().iter().cloned().zip(mesh.shape().iter().map(size)).collect()
+/// Returns the axes as they could be stated.
+pub(super) fn stated(axes: &[Axis]) -> Axes {
+    axes.iter().map(StatedAxis::from).collect()
 }
 
 /// Returns the place of an axis among others; unknown ones keep their order, in the place of `dp`.
@@ -24,24 +17,24 @@ pub(super) fn place(name: &str) -> usize {
 }
 
 /// Infers a size of -1; without one, the sizes determine the number of ranks.
-pub(super) fn resolve_axes(axes: &Axes, world_size: Option<usize>) -> Result<Axes, MeshError> {
-    let mesh = match DeviceMesh::new(&borrowed(axes), None) {
-        Err(MeshError::InferWithoutWorldSize { .. }) => DeviceMesh::new(&borrowed(axes), world_size)?,
+pub(super) fn resolve_axes(axes: &[StatedAxis], world_size: Option<usize>) -> Result<Axes, MeshError> {
+    let mesh = match DeviceMesh::new(axes, None) {
+        Err(MeshError::InferWithoutWorldSize { .. }) => DeviceMesh::new(axes, world_size)?,
         parsed => parsed?,
     };
-    Ok(axes_of(&mesh))
+    Ok(stated(mesh.axes()))
 }
 
 /// Builds a hybrid shape on a cluster of several nodes, or on the nodes that its own sizes give.
 pub(super) fn hybrid_shape(
-    intra: &Axes,
-    inter: &Axes,
+    intra: &[StatedAxis],
+    inter: &[StatedAxis],
     cluster: Option<Cluster>,
 ) -> Result<HybridMeshShape, MeshError> {
     let mut names: Vec<&str> = Vec::new();
-    for (index, (name, _)) in intra.iter().chain(inter).enumerate() {
+    for (index, Axis { name, .. }) in intra.iter().chain(inter).enumerate() {
         let side = if index < intra.len() { &intra[..index] } else { &inter[..index - intra.len()] };
-        if side.iter().any(|(earlier, _)| earlier == name) {
+        if side.iter().any(|earlier| earlier.name == *name) {
             return Err(MeshError::DuplicateName { name: name.clone() });
         }
         if !names.contains(&name.as_str()) {
@@ -50,8 +43,8 @@ pub(super) fn hybrid_shape(
     }
     // A stable sort keeps the order of other axes.
     names.sort_by_key(|name| place(name));
-    let sizes = |side: &Axes| -> Vec<i64> {
-        let size = |name: &&str| side.iter().find(|(axis, _)| axis == name).map_or(1, |(_, size)| *size);
+    let sizes = |side: &[StatedAxis]| -> Vec<i64> {
+        let size = |name: &&str| side.iter().find(|axis| axis.name == **name).map_or(1, |axis| axis.size);
         names.iter().map(size).collect()
     };
     let (intra, inter) = (sizes(intra), sizes(inter));

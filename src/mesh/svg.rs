@@ -1,7 +1,7 @@
 //! SVG drawings of meshes: one panel per axis, in which ranks of the same group have the same color.
 
 use super::node_layout::AxisPlacement;
-use super::{DeviceMesh, MeshError, notation};
+use super::{DeviceMesh, MeshError, axis};
 use std::fmt::Write as _;
 
 /// Size of a rank's square, and the gap between nodes, in pixels.
@@ -57,7 +57,7 @@ pub fn svg(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<String, MeshError
 fn title(mesh: &DeviceMesh, ranks_per_node: usize) -> String {
     let plural = |count: usize| if count == 1 { "" } else { "s" };
     let ranks = mesh.world_size();
-    let axes = notation::axes(mesh.axis_names(), mesh.shape());
+    let axes = axis::list(mesh.axes());
     format!("Mesh {axes}: {ranks} rank{}, {ranks_per_node} per node", plural(ranks))
 }
 
@@ -86,6 +86,12 @@ fn draw_header(text: &mut String, title: &str) {
     );
 }
 
+/// A position or an extent, in pixels.
+struct Point {
+    x: usize,
+    y: usize,
+}
+
 struct Layout {
     ranks_per_node: usize,
     num_nodes: usize,
@@ -104,30 +110,31 @@ impl Layout {
         self.num_nodes.min(MAX_NODES)
     }
 
-    fn node_size(&self) -> (usize, usize) {
-        (self.columns * CELL + GAP, self.rows * CELL + GAP)
+    fn node_size(&self) -> Point {
+        Point { x: self.columns * CELL + GAP, y: self.rows * CELL + GAP }
     }
 
     fn panel_width(&self) -> usize {
         let across = self.nodes_drawn().min(MAX_NODES_ACROSS);
         // Leaves room for the title of a small mesh.
-        (across * (self.node_size().0 + GAP)).max(360)
+        (across * (self.node_size().x + GAP)).max(360)
     }
 
     fn panel_height(&self) -> usize {
         let down = self.nodes_drawn().div_ceil(MAX_NODES_ACROSS);
-        TITLE + down * (self.node_size().1 + GAP) + GAP
+        TITLE + down * (self.node_size().y + GAP) + GAP
     }
 
-    fn node_at(&self, node: usize, top: usize) -> (usize, usize) {
-        let (width, height) = self.node_size();
-        (GAP + node % MAX_NODES_ACROSS * (width + GAP), top + node / MAX_NODES_ACROSS * (height + GAP))
+    fn node_at(&self, node: usize, top: usize) -> Point {
+        let size = self.node_size();
+        let (column, row) = (node % MAX_NODES_ACROSS, node / MAX_NODES_ACROSS);
+        Point { x: GAP + column * (size.x + GAP), y: top + row * (size.y + GAP) }
     }
 
     fn draw_nodes(&self, text: &mut String, top: usize) {
-        let (width, height) = self.node_size();
+        let Point { x: width, y: height } = self.node_size();
         for node in 0..self.nodes_drawn() {
-            let (x, y) = self.node_at(node, top);
+            let Point { x, y } = self.node_at(node, top);
             let _ = writeln!(
                 text,
                 "<rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\" rx=\"6\" fill=\"none\" \
@@ -141,7 +148,7 @@ impl Layout {
         if node >= self.nodes_drawn() {
             return;
         }
-        let (x, y) = self.node_at(node, top);
+        let Point { x, y } = self.node_at(node, top);
         let x = x + GAP / 2 + local % self.columns * CELL;
         let y = y + GAP / 2 + local / self.columns * CELL;
         let (middle, baseline, side) = (x + CELL / 2, y + CELL / 2 + 5, CELL - 2);

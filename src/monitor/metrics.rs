@@ -136,7 +136,7 @@ pub struct EvalMetrics {
 
 /// Writes the size of each axis that the mesh has.
 fn sizes<S: Serializer>(mesh: &MeshShape, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_map(mesh.axes().into_iter().map(|(axis, size)| (format!("{axis}_size"), size)))
+    serializer.collect_map(mesh.axes().into_iter().map(|axis| (format!("{}_size", axis.name), axis.size)))
 }
 
 /// A restart of the job by its launcher. The key `restart` distinguishes it from a step in the same file.

@@ -76,7 +76,8 @@ impl StartedPlan {
     /// Starts the next step, if there is one. The one before it has completed.
     fn start_next(&mut self) -> Result<Option<StepKind>, PlacementError> {
         let Some(step) = self.steps.next() else { return Ok(None) };
-        (self.pending, self.local) = step.start(&*self.groups[step.axis], &self.coordinate, &self.local)?;
+        let started = step.start(&*self.groups[step.axis], &self.coordinate, &self.local)?;
+        (self.pending, self.local) = (started.pending, started.local);
         Ok(Some(step.kind))
     }
 
@@ -96,17 +97,31 @@ impl StartedPlan {
     }
 }
 
+/// A step that was started.
+struct StartedStep {
+    pending: Pending,
+    /// This rank's tensor, valid after `pending`.
+    local: Tensor,
+}
+
+impl StartedStep {
+    /// A step that needs nothing of other ranks.
+    fn done(local: Tensor) -> Self {
+        Self { pending: Pending::ready(), local }
+    }
+}
+
 /// The slices of the ranks along a step's axis, by rank, in one layout.
 type SlicesByRank = Vec<Vec<Range<usize>>>;
 
 impl Step {
-    /// Starts the step. The tensor is valid when the operation has completed.
+    /// Starts the step.
     fn start(
         &self,
         group: &dyn ProcessGroup,
         coordinate: &[usize],
         local: &Tensor,
-    ) -> Result<(Pending, Tensor), PlacementError> {
+    ) -> Result<StartedStep, PlacementError> {
         let shape = self.after.local_shape(coordinate)?;
         let zeros = |shape: &[usize]| tensor::zeros(shape, local.dtype(), local.device());
         let (rank, held, needed) = (
@@ -115,18 +130,18 @@ impl Step {
             self.along_axis(&self.after, coordinate)?,
         );
         match self.kind {
-            StepKind::ZeroOthers if rank == 0 => Ok((Pending::ready(), local.clone())),
-            StepKind::ZeroOthers => Ok((Pending::ready(), zeros(&shape)?)),
+            StepKind::ZeroOthers if rank == 0 => Ok(StartedStep::done(local.clone())),
+            StepKind::ZeroOthers => Ok(StartedStep::done(zeros(&shape)?)),
             StepKind::Slice { .. } | StepKind::Pad { .. } => {
                 let own = zeros(&shape)?;
                 let copies = Vec::from_iter(transfer(&held[rank], &needed[rank]));
                 strided_copy::copy_blocks(&[local], &[&own], &copies)?;
-                Ok((Pending::ready(), own))
+                Ok(StartedStep::done(own))
             }
             StepKind::AllReduce => {
                 let sum = zeros(&shape)?;
                 strided_copy::copy(local, &sum)?;
-                Ok((group.start_all_reduce(&sum, ReduceOp::Sum)?, sum))
+                Ok(StartedStep { pending: group.start_all_reduce(&sum, ReduceOp::Sum)?, local: sum })
             }
             StepKind::ReduceScatter { .. } => {
                 let chunk = self.chunk_numel(coordinate)?;
@@ -139,19 +154,16 @@ impl Step {
                 strided_copy::copy_blocks(&[local], &[&padded], &copies)?;
                 let pending = group.start_reduce_scatter(&padded, &sum, ReduceOp::Sum)?;
                 // A view, without the padding.
-                Ok((pending, sum.narrow(0, 0, shape.iter().product())?.reshape(shape)?))
+                Ok(StartedStep { pending, local: sum.narrow(0, 0, shape.iter().product())?.reshape(shape)? })
             }
             StepKind::AllGather { .. } | StepKind::AllToAll { .. } => {
                 let received = zeros(&shape)?;
-                let to_peers = needed.iter().map(|needed| transfer(&held[rank], needed));
-                let from_peers = held.iter().map(|held| transfer(held, &needed[rank]));
-                let recv = |copy: BlockCopy| RecvBlock { block: copy.to, accumulate: false };
-                let plan = StridedPlan {
-                    send: to_peers.map(|copy| copy.map(|copy| copy.from).into_iter().collect()).collect(),
-                    recv: from_peers.map(|copy| copy.map(recv).into_iter().collect()).collect(),
-                };
-                let plan = Arc::new(plan);
-                Ok((group.start_all_to_all_strided(from_ref(local), from_ref(&received), &plan)?, received))
+                let plan = exchange(
+                    needed.iter().map(|needed| transfer(&held[rank], needed)),
+                    held.iter().map(|held| transfer(held, &needed[rank])),
+                );
+                let pending = group.start_all_to_all_strided(from_ref(local), from_ref(&received), &plan)?;
+                Ok(StartedStep { pending, local: received })
             }
         }
     }
@@ -166,14 +178,10 @@ impl Step {
         let shard = tensor::zeros(self.after.local_shape(coordinate)?, local.dtype(), local.device())?;
         let (held, needed) =
             (self.before.local_slices(coordinate)?, self.along_axis(&self.after, coordinate)?);
-        let blocks = |from: usize, to: usize| transfer(&held, &needed[to]).filter(|_| from == 0).into_iter();
+        let copy = |from: usize, to: usize| transfer(&held, &needed[to]).filter(|_| from == 0);
         let (rank, ranks) = (group.rank(), 0..group.world_size());
-        let recv = |copy: BlockCopy| RecvBlock { block: copy.to, accumulate: false };
-        let plan = StridedPlan {
-            send: ranks.clone().map(|to| blocks(rank, to).map(|copy| copy.from).collect()).collect(),
-            recv: ranks.map(|from| blocks(from, rank).map(recv).collect()).collect(),
-        };
-        group.all_to_all_strided(from_ref(local), from_ref(&shard), &Arc::new(plan))?;
+        let plan = exchange(ranks.clone().map(|to| copy(rank, to)), ranks.map(|from| copy(from, rank)));
+        group.all_to_all_strided(from_ref(local), from_ref(&shard), &plan)?;
         Ok(shard)
     }
 
@@ -186,6 +194,19 @@ impl Step {
         };
         (0..layout.axes()[self.axis].size).map(of_rank).collect()
     }
+}
+
+/// The plan of an exchange, given what this rank copies to each other rank and from each, if anything.
+fn exchange(
+    to_peers: impl Iterator<Item = Option<BlockCopy>>,
+    from_peers: impl Iterator<Item = Option<BlockCopy>>,
+) -> Arc<StridedPlan> {
+    let send = to_peers.map(|copy| copy.map(|copy| copy.from).into_iter().collect()).collect();
+    let recv = |copy: BlockCopy| RecvBlock::overwritten(copy.to);
+    Arc::new(StridedPlan {
+        send,
+        recv: from_peers.map(|copy| copy.map(recv).into_iter().collect()).collect(),
+    })
 }
 
 /// The elements that a rank with the slices `held` has for one that needs the slices `needed`: from where in the one's

@@ -67,14 +67,14 @@ impl Layout {
         mesh: &DeviceMesh,
         placements: &[Placement],
     ) -> Result<Self, PlacementError> {
-        if placements.len() != mesh.shape().len() {
+        if placements.len() != mesh.axes().len() {
             return Err(PlacementError::Placements {
                 mesh: mesh.to_string(),
                 placements: placements.to_vec(),
             });
         }
-        let axes = mesh.axis_names().iter().zip(mesh.shape()).zip(placements);
-        Self::new(shape, axes.map(|((name, &size), &placement)| LayoutAxis::new(name, size, placement)))
+        let axes = mesh.axes().iter().zip(placements);
+        Self::new(shape, axes.map(|(axis, &placement)| LayoutAxis::new(&axis.name, axis.size, placement)))
     }
 
     /// Shape of the logical tensor.

@@ -92,7 +92,7 @@ pub fn redistribute(from: &Layout, to: &Layout) -> Result<Plan, PlacementError> 
     for (axis, target) in to.axes().iter().enumerate().filter(|(_, target)| target.size == 1) {
         now = now.with(axis, target.placement);
     }
-    while let Some((axis, kind)) = next_step(&now, to) {
+    while let Some(NextStep { kind, axis }) = next_step(&now, to) {
         let after = now.with(axis, kind.placement_after());
         let before = std::mem::replace(&mut now, after.clone());
         steps.push(Step { axis, kind, before, after });
@@ -129,8 +129,15 @@ impl StepKind {
     }
 }
 
-/// The next step from `now` to `to`, with its axis; `None` at the end.
-fn next_step(now: &Layout, to: &Layout) -> Option<(usize, StepKind)> {
+/// A step along an axis. Of several, the least one runs first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct NextStep {
+    kind: StepKind,
+    axis: usize,
+}
+
+/// The next step from `now` to `to`; `None` at the end.
+fn next_step(now: &Layout, to: &Layout) -> Option<NextStep> {
     let axes = now.axes().len();
     let shards = |layout: &Layout, axis: usize, dim: usize| {
         layout.placement(axis) == Shard(dim) && layout.axes()[axis].size > 1
@@ -140,7 +147,7 @@ fn next_step(now: &Layout, to: &Layout) -> Option<(usize, StepKind)> {
     // An axis that divides a dimension before an outer axis has come, or gone, would have to be gathered again.
     let waits =
         |axis: usize, dim: usize| (0..axis).any(|outer| shards(now, outer, dim) != shards(to, outer, dim));
-    let is_possible = |axis: usize, kind: StepKind| {
+    let is_possible = |NextStep { kind, axis }: NextStep| {
         let (left, entered) = match kind {
             StepKind::Slice { dim } | StepKind::ReduceScatter { dim } => (None, Some(dim)),
             StepKind::AllToAll { from, to } => (Some(from), Some(to)),
@@ -152,20 +159,22 @@ fn next_step(now: &Layout, to: &Layout) -> Option<(usize, StepKind)> {
     };
     let wanted = (0..axes).filter_map(|axis| {
         let kind = StepKind::towards(now.placement(axis), to.placement(axis))?;
+        let step = NextStep { kind, axis };
         match kind {
             // The whole sum of a shard is less than a part of the sum of all gathered shards.
-            StepKind::ReduceScatter { .. } if !is_possible(axis, kind) => Some((axis, StepKind::AllReduce)),
-            _ => Some((axis, kind)),
+            StepKind::ReduceScatter { .. } if !is_possible(step) => {
+                Some(NextStep { kind: StepKind::AllReduce, axis })
+            }
+            _ => Some(step),
         }
     });
-    let possible = wanted.filter(|(axis, kind)| is_possible(*axis, *kind));
-    let next = possible.min_by_key(|(axis, kind)| (*kind, *axis));
+    let next = wanted.filter(|step| is_possible(*step)).min();
     // Axes that wait for each other: the innermost one that is in the way is gathered. One rank is in no way.
     next.or_else(|| {
         let mut several = (0..axes).rev().filter(|axis| now.axes()[*axis].size > 1);
         several.find_map(|axis| match now.placement(axis) {
             Shard(dim) if waits(axis, dim) || now.placement(axis) != to.placement(axis) => {
-                Some((axis, StepKind::AllGather { dim }))
+                Some(NextStep { kind: StepKind::AllGather { dim }, axis })
             }
             _ => None,
         })

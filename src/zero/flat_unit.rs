@@ -6,7 +6,7 @@ use super::{Buffer, FlatLayout, FlatParameter, ZeroError};
 use crate::comm::{Pending, ProcessGroup, TrainingGroups};
 use crate::config::ZeroStage;
 use crate::mesh::{PP_AXIS, TP_AXIS};
-use crate::placement::ledger::{self, GradientOf, Placed};
+use crate::placement::ledger::{self, GradientOf, Placed, PlacedAlong};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::elementwise;
@@ -289,8 +289,9 @@ impl FlatUnit {
     pub(super) fn place_state(&self, groups: &TrainingGroups, stage: ZeroStage) {
         let place = |tensor: &StateTensor, what: &str, buffer: Buffer| {
             let layout = groups.layout(buffer, stage, self.layout.division());
-            let axes: Vec<_> = layout.axes().iter().map(|axis| (&**axis.group, axis.placement)).collect();
-            tensor.place(Placed::along(|| label(what, &self.layout), &axes));
+            let along = layout.axes().iter();
+            let along = along.map(|axis| PlacedAlong { group: &**axis.group, placement: axis.placement });
+            tensor.place(Placed::along(|| label(what, &self.layout), along));
         };
         place(&self.parameters.persistent(), "parameter buffer", Buffer::Parameters);
         self.master.iter().for_each(|master| place(master, "master copy", Buffer::OptimizerState));

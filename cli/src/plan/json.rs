@@ -152,7 +152,7 @@ pub(super) fn choice(candidate: &Candidate) -> Value {
 
 /// The sizes of a mesh; pp and tp only if they have more than one rank.
 fn sizes(config: &Config) -> Value {
-    config.mesh.shape().axes().into_iter().map(|(axis, size)| (axis.to_owned(), Value::from(size))).collect()
+    config.mesh.shape().axes().into_iter().map(|axis| (axis.name, Value::from(axis.size))).collect()
 }
 
 /// The step time, or the rate that it lacks.

@@ -157,7 +157,7 @@ impl Inputs {
         let name = config.ulysses.model.clone().unwrap_or_default();
         let machine = args.machine.as_deref().map(MachineProfile::from_file);
         let machine = machine.transpose().context("--machine").or_usage()?;
-        let stated = config.ulysses.mesh.as_ref().and_then(|mesh| mesh.mesh().ok()?.1);
+        let stated = config.ulysses.mesh.as_ref().and_then(|mesh| mesh.mesh().ok()?.ranks_per_node);
         let ranks_per_node =
             args.ranks_per_node.or(stated).or(machine.as_ref().map(|machine| machine.ranks_per_node));
         let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));

@@ -217,7 +217,7 @@ pub(super) fn groups(prepared: &PreparedJob) -> Groups {
     let ring_size = config.seq_sharding().ring_size;
     let ring = if ring_size > 1 { mesh.ring(ring_size).ok() } else { None };
     let tokens = mesh.flatten(&["sp", TP_AXIS], TOKENS_AXIS).ok();
-    let of_mesh = mesh.axis_names().iter().map(|axis| (mesh, axis.as_str()));
+    let of_mesh = mesh.axis_names().into_iter().map(|axis| (mesh, axis));
     let of_zero = sharded.iter().flat_map(|mesh| [SHARD_AXIS, REPLICAS_AXIS].map(|axis| (mesh, axis)));
     let of_ring = ring.iter().flat_map(|mesh| [RING_AXIS, ULYSSES_AXIS].map(|axis| (mesh, axis)));
     let of_tokens = tokens.iter().map(|mesh| (mesh, TOKENS_AXIS));

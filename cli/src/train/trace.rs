@@ -35,7 +35,8 @@ pub(super) fn write(
     }
     let track = |rank: &usize| {
         let coordinate = mesh.coordinate(*rank).unwrap_or_default();
-        let axes = mesh.axis_names().iter().zip(coordinate).map(|(axis, index)| format!("{axis} {index}"));
+        let axes =
+            mesh.axis_names().into_iter().zip(coordinate).map(|(axis, index)| format!("{axis} {index}"));
         format!("rank {rank} ({})", axes.collect::<Vec<_>>().join(", "))
     };
     let tracks: Vec<String> = mesh.ranks().iter().map(track).collect();

@@ -54,7 +54,7 @@ impl TensorTable {
             Ok((name.clone(), TensorEntry { dtype, shape, placements }))
         };
         let tensors = tensors.iter().map(entry).collect::<Result<_, CheckpointError>>()?;
-        let mesh = mesh.axis_names().iter().cloned().zip(mesh.shape().iter().copied()).collect();
+        let mesh = mesh.axes().iter().map(|axis| (axis.name.clone(), axis.size)).collect();
         let (files, writers) = Default::default();
         let table = Self { format_version: FORMAT_VERSION, mesh, tensors, files, writers };
         table.with_writers().map_err(CheckpointError::of_tensor(TABLE))

@@ -106,15 +106,12 @@ fn pair_matches(calls: &[&CallSignature], src: usize, dst: usize) -> bool {
             CallSignature::AllToAllStrided { plan: from, .. },
             CallSignature::AllToAllStrided { plan: to, .. },
         ) => {
+            let shape = |block: &StridedBlock| [block.batch, block.rows, block.run];
             let sent = from.send[dst].iter().map(shape);
             sent.eq(to.recv[src].iter().map(|recv| shape(&recv.block)))
         }
         _ => true,
     }
-}
-
-fn shape(block: &StridedBlock) -> (usize, usize, usize) {
-    (block.batch, block.rows, block.run)
 }
 
 fn sent(call: &CallSignature, dst: usize) -> String {
@@ -138,7 +135,8 @@ fn elements(count: usize) -> String {
 }
 
 fn blocks<'a>(blocks: impl Iterator<Item = &'a StridedBlock>) -> String {
-    format!("blocks (batch, rows, run) {:?}", blocks.map(shape).collect::<Vec<_>>())
+    let shapes = blocks.map(|block| (block.batch, block.rows, block.run));
+    format!("blocks (batch, rows, run) {:?}", shapes.collect::<Vec<_>>())
 }
 
 #[cfg(test)]

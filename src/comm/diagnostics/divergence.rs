@@ -82,7 +82,7 @@ fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
                 Some(&index) => called.entry(all[index].comparable()).or_default().push(*rank),
                 // Operations older than the recorded ones were issued.
                 None if own.last_key_value().is_none_or(|(last, _)| *last < sequence) => {
-                    not_arrived.push((*rank, all.last()));
+                    not_arrived.push(NotArrived { rank: *rank, last: all.last() });
                 }
                 None => {}
             }
@@ -92,17 +92,23 @@ fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
     })
 }
 
+/// A rank that has not issued a collective, and its last call.
+struct NotArrived<'a> {
+    rank: usize,
+    last: Option<&'a EntryReport>,
+}
+
 fn describe(
     group: &GroupLabel,
     sequence: u64,
     called: &BTreeMap<&str, Vec<usize>>,
-    not_arrived: &[(usize, Option<&EntryReport>)],
+    not_arrived: &[NotArrived<'_>],
 ) -> String {
     let mut text = format!("\n  #{sequence} of \"{}\" (ranks {:?}):", group.name, group.members);
     for (call, ranks) in called {
         text += &format!("\n    rank(s) {ranks:?} called {call}");
     }
-    for (rank, last) in not_arrived {
+    for NotArrived { rank, last } in not_arrived {
         let last =
             last.map_or_else(|| "no report from this rank".to_owned(), |call| format!("last call: {call}"));
         text += &format!("\n    rank {rank} has not joined; {last}");

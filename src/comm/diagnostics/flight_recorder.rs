@@ -1,6 +1,6 @@
 //! The flight recorder: the last operations of a rank, for hang reports.
 
-use super::{OpLabel, Wait};
+use super::OpLabel;
 use crate::comm::{CallSignature, CollectiveOp, GroupLabel};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -33,13 +33,6 @@ pub(in crate::comm) struct EntryReport {
     /// The call as text.
     pub(super) call: String,
     pub(super) is_in_progress: bool,
-}
-
-/// The last operations of a rank, oldest first, and what it waits for.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::comm) struct CallReport {
-    pub(in crate::comm) calls: Vec<EntryReport>,
-    pub(in crate::comm) wait: Option<Wait>,
 }
 
 impl Default for FlightRecorder {

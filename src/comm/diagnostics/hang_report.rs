@@ -3,7 +3,7 @@
 //! wait at its end.
 
 use super::divergence::{Calls, divergence, mismatched_op, not_arrived, reporting_rank};
-use super::flight_recorder::{CallReport, lines};
+use super::flight_recorder::{EntryReport, lines};
 use super::op_label::OpLabel;
 use crate::comm::CommError;
 use serde::{Deserialize, Serialize};
@@ -43,6 +43,13 @@ impl fmt::Display for Wait {
             missing => write!(f, "rank(s) {missing:?}"),
         }
     }
+}
+
+/// The last operations of a rank, oldest first, and what it waits for.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::comm) struct CallReport {
+    pub(in crate::comm) calls: Vec<EntryReport>,
+    pub(in crate::comm) wait: Option<Wait>,
 }
 
 /// The reports of the ranks since one of them timed out, including this rank's own.

@@ -31,6 +31,6 @@ pub(super) use desync_check::{CallLog, DesyncCheck};
     allow(unused_imports, reason = "threads share memory")
 )]
 pub(super) use flight_recorder::lines;
-pub(super) use flight_recorder::{CallReport, Entry, EntryReport, FlightRecorder};
-pub(super) use hang_report::{HangReport, Wait};
+pub(super) use flight_recorder::{Entry, EntryReport, FlightRecorder};
+pub(super) use hang_report::{CallReport, HangReport, Wait};
 pub(super) use op_label::OpLabel;

@@ -3,7 +3,7 @@
 use super::MeshGroups;
 use super::known_groups::KnownGroups;
 use crate::comm::{AxisGroups, CommError, ProcessGroup};
-use crate::mesh::{DeviceMesh, MeshError, ShardShape, ULYSSES_AXIS};
+use crate::mesh::{Axis, DeviceMesh, MeshError, ShardShape, StatedAxis, ULYSSES_AXIS};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -32,8 +32,13 @@ impl MeshGroups {
     ///
     /// # Errors
     /// Those of [`DeviceMesh::unflatten`], and as [`flatten`](Self::flatten).
-    pub fn unflatten(&self, axis: &str, into: &[(&str, i64)]) -> Result<Self, CommError> {
-        self.derive(self.known.clone(), |mesh| mesh.unflatten(axis, into))
+    pub fn unflatten<A: Into<StatedAxis>>(
+        &self,
+        axis: &str,
+        into: impl IntoIterator<Item = A>,
+    ) -> Result<Self, CommError> {
+        let into: Vec<StatedAxis> = into.into_iter().map(Into::into).collect();
+        self.derive(self.known.clone(), |mesh| mesh.unflatten(axis, &into))
     }
 
     /// The mesh with the axes of several slices of this mesh, as in [`DeviceMesh::concatenate`]. Collective.
@@ -67,9 +72,9 @@ impl MeshGroups {
     /// # Errors
     /// As [`flatten`](Self::flatten), and when `size` does not divide sp.
     pub fn sp_blocks(&self, size: usize) -> Result<Self, CommError> {
-        let size = i64::try_from(size).unwrap_or(i64::MAX);
         let blocks = |mesh: &DeviceMesh| {
-            mesh.unflatten("sp", &[("blocks", -1), (ULYSSES_AXIS, size)])?.slice(&[ULYSSES_AXIS])
+            let axes = [Axis::new("blocks", -1), StatedAxis::from((ULYSSES_AXIS, size))];
+            mesh.unflatten("sp", axes)?.slice(&[ULYSSES_AXIS])
         };
         let blocks = self.meshes.iter().map(blocks).collect::<Result<Vec<_>, _>>()?;
         self.create(blocks.concat(), Arc::new(self.known.of_single_ranks()))

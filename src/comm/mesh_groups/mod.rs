@@ -8,7 +8,7 @@ mod known_groups;
 mod tests;
 
 use super::{CommError, ProcessGroup};
-use crate::mesh::{DeviceMesh, canonical_axis_name};
+use crate::mesh::{Axis, DeviceMesh, canonical_axis_name};
 use candle_core::Device;
 use known_groups::KnownGroups;
 use std::sync::Arc;
@@ -78,17 +78,18 @@ impl MeshGroups {
         let known = KnownGroups::empty(world.clone());
         known.check_mesh(mesh)?;
         let rank = known.own_rank();
-        let axes: &[String] = if mesh.ranks().contains(&rank) { mesh.axis_names() } else { &[] };
+        let axes = if mesh.ranks().contains(&rank) { mesh.axes() } else { &[] };
         if groups.len() != axes.len() {
-            return Err(CommError::GroupCount { rank, given: groups.len(), axes: axes.to_vec() });
+            let axes = axes.iter().map(|axis| axis.name.clone()).collect();
+            return Err(CommError::GroupCount { rank, given: groups.len(), axes });
         }
-        for (axis, group) in axes.iter().zip(groups) {
+        for (Axis { name: axis, .. }, group) in axes.iter().zip(groups) {
             let (expected, given) = (mesh.group_of(axis, rank)?, group.global_ranks().to_vec());
             if given != expected {
                 return Err(CommError::WrongGroup { axis: axis.clone(), rank, given, expected });
             }
         }
-        let lists = mesh.axis_names().iter().map(|axis| mesh.all_groups(axis));
+        let lists = mesh.axes().iter().map(|axis| mesh.all_groups(&axis.name));
         known.add(lists.collect::<Result<Vec<_>, _>>()?.concat(), groups);
         known.add(vec![world.global_ranks().to_vec()], &[world]);
         Ok(Self::over(vec![mesh.clone()], Arc::new(known), Device::Cpu))
@@ -143,7 +144,7 @@ impl MeshGroups {
         group.ok_or_else(|| CommError::NoGroup {
             mesh: mesh.to_string(),
             ranks: mesh.ranks().to_vec(),
-            axes: mesh.axis_names().to_vec(),
+            axes: mesh.axis_names().into_iter().map(str::to_owned).collect(),
         })
     }
 

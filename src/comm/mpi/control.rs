@@ -4,6 +4,13 @@ use super::library::{Communicator, Request};
 use super::transfers::CONTROL_TAG;
 use crate::comm::diagnostics::ControlMessage;
 
+/// A control message, and its sender.
+#[derive(Debug)]
+pub(super) struct Received {
+    pub(super) from: usize,
+    pub(super) message: ControlMessage,
+}
+
 /// The control messages in progress, on the communicator of all ranks.
 #[derive(Debug)]
 pub(super) struct ControlMessages {
@@ -42,8 +49,8 @@ impl ControlMessages {
         self.sending.is_empty()
     }
 
-    /// Returns the messages received, each with its sender, in the sender's order.
-    pub(super) fn poll(&mut self) -> Result<Vec<(usize, ControlMessage)>, String> {
+    /// Returns the messages received, in the order of each sender.
+    pub(super) fn poll(&mut self) -> Result<Vec<Received>, String> {
         let mut index = 0;
         while index < self.sending.len() {
             match self.sending[index].0.test()? {
@@ -66,7 +73,7 @@ impl ControlMessages {
                 break;
             }
             let message = serde_json::from_slice(text).map_err(|error| error.to_string())?;
-            messages.push((*source, message));
+            messages.push(Received { from: *source, message });
             self.receiving.remove(0);
         }
         Ok(messages)

@@ -50,6 +50,13 @@ fn checked(code: c_int) -> Result<(), String> {
     Err(if described { message.into_owned() } else { format!("error code {code}") })
 }
 
+/// Returns the number that a call of MPI sets; the variable outlives the call. A negative one is undefined, and counts as 0.
+fn number(call: impl FnOnce(*mut c_int) -> c_int) -> Result<usize, String> {
+    let mut number: c_int = 0;
+    checked(call(&raw mut number))?;
+    Ok(usize::try_from(number).unwrap_or(0))
+}
+
 /// Converts a number to C `int`.
 fn int(number: usize) -> Result<c_int, String> {
     c_int::try_from(number).map_err(|_| format!("{number} exceeds the range of MPI counts"))
@@ -64,18 +71,14 @@ impl Communicator {
 
     /// This process's rank.
     pub(super) fn rank(self) -> Result<usize, String> {
-        let mut rank: c_int = 0;
-        // SAFETY: the communicator is valid, and the variable outlives the call.
-        checked(unsafe { ffi::MPI_Comm_rank(self.0, &raw mut rank) })?;
-        Ok(rank as usize)
+        // SAFETY: the communicator is valid.
+        number(|rank| unsafe { ffi::MPI_Comm_rank(self.0, rank) })
     }
 
     /// Number of ranks.
     pub(super) fn size(self) -> Result<usize, String> {
-        let mut size: c_int = 0;
-        // SAFETY: the communicator is valid, and the variable outlives the call.
-        checked(unsafe { ffi::MPI_Comm_size(self.0, &raw mut size) })?;
-        Ok(size as usize)
+        // SAFETY: the communicator is valid.
+        number(|size| unsafe { ffi::MPI_Comm_size(self.0, size) })
     }
 
     /// Splits the communicator, collectively: blocks until all ranks have called it. Errors of the new communicator
@@ -103,11 +106,8 @@ impl Communicator {
 
     /// Starts a nonblocking barrier. Collective.
     pub(super) fn begin_barrier(self) -> Result<Request, String> {
-        // SAFETY: a constant of the library.
-        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-        // SAFETY: the communicator is valid, and the variable outlives the call.
-        checked(unsafe { ffi::MPI_Ibarrier(self.0, &raw mut request) })?;
-        Ok(Request(request))
+        // SAFETY: the communicator is valid.
+        Request::begin(|request| unsafe { ffi::MPI_Ibarrier(self.0, request) })
     }
 
     fn derived(
@@ -144,22 +144,11 @@ impl Communicator {
         to: usize,
         tag: c_int,
     ) -> Result<Request, String> {
-        let (count, to) = (int(bytes)?, int(to)?);
-        // SAFETY: a constant of the library.
-        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        let (data, count, to) = (data.cast::<c_void>(), int(bytes)?, int(to)?);
         // SAFETY: guaranteed by the caller for the data; the communicator is valid.
-        checked(unsafe {
-            ffi::MPI_Isend(
-                data.cast::<c_void>(),
-                count,
-                ffi::RSMPI_UINT8_T,
-                to,
-                tag,
-                self.0,
-                &raw mut request,
-            )
-        })?;
-        Ok(Request(request))
+        Request::begin(|request| unsafe {
+            ffi::MPI_Isend(data, count, ffi::RSMPI_UINT8_T, to, tag, self.0, request)
+        })
     }
 
     /// Starts to receive at most `bytes` bytes.
@@ -173,22 +162,11 @@ impl Communicator {
         from: usize,
         tag: c_int,
     ) -> Result<Request, String> {
-        let (count, from) = (int(bytes)?, int(from)?);
-        // SAFETY: a constant of the library.
-        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        let (data, count, from) = (data.cast::<c_void>(), int(bytes)?, int(from)?);
         // SAFETY: guaranteed by the caller for the data; the communicator is valid.
-        checked(unsafe {
-            ffi::MPI_Irecv(
-                data.cast::<c_void>(),
-                count,
-                ffi::RSMPI_UINT8_T,
-                from,
-                tag,
-                self.0,
-                &raw mut request,
-            )
-        })?;
-        Ok(Request(request))
+        Request::begin(|request| unsafe {
+            ffi::MPI_Irecv(data, count, ffi::RSMPI_UINT8_T, from, tag, self.0, request)
+        })
     }
 
     /// Looks for a message from one rank or from any rank.
@@ -208,6 +186,14 @@ impl Communicator {
 }
 
 impl Request {
+    /// Starts an operation by a call of MPI that sets the request, which outlives the call.
+    fn begin(call: impl FnOnce(*mut ffi::MPI_Request) -> c_int) -> Result<Self, String> {
+        // SAFETY: a constant of the library.
+        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        checked(call(&raw mut request))?;
+        Ok(Self(request))
+    }
+
     /// Returns the number of bytes once the request is complete (meaningful for a receive only).
     /// A completed request must not be tested again.
     pub(super) fn test(&mut self) -> Result<Option<usize>, String> {
@@ -223,9 +209,6 @@ impl Request {
 }
 
 fn byte_count(status: &ffi::MPI_Status) -> Result<usize, String> {
-    let mut count: c_int = 0;
-    // SAFETY: MPI has filled the status; the variable outlives the call.
-    checked(unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &raw mut count) })?;
-    // For a send it may be undefined, which is negative.
-    Ok(usize::try_from(count).unwrap_or(0))
+    // SAFETY: MPI has filled the status. For a send the count may be undefined.
+    number(|count| unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, count) })
 }

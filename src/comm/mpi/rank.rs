@@ -4,7 +4,7 @@
 //! since MPI moves messages only while it is called.
 
 use super::backoff::{Backoff, CpuContention};
-use super::control::ControlMessages;
+use super::control::{ControlMessages, Received};
 use super::library::Communicator;
 use crate::comm::diagnostics::{CallReport, ControlMessage, FlightRecorder, HangReport, Wait, lines};
 use crate::comm::ordered_channel::OrderedChannel;
@@ -255,7 +255,7 @@ impl MpiRank {
             self.fail_with(state, CommError::PeerFailed { rank, reason: format!("MPI: {reason}") });
             Vec::new()
         });
-        for (rank, message) in messages {
+        for Received { from: rank, message } in messages {
             match message {
                 ControlMessage::Ended => state.ended[rank] = Some(Instant::now()),
                 ControlMessage::CallReport(report) => {

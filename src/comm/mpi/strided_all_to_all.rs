@@ -19,21 +19,27 @@ pub(super) struct StridedAllToAll {
     pub(super) dtype: DType,
 }
 
+/// Blocks that are on their way to this rank.
+struct Incoming {
+    /// The buffer of those that cannot be received in place.
+    received: Staged,
+    /// The remaining copies, in rank order.
+    copies: Vec<BlockCopy>,
+}
+
 pub(super) fn all_to_all_strided(
     transfers: &mut Transfers,
     members: &Members,
     strided: StridedAllToAll,
 ) -> StepResult {
     let packed = strided.send(transfers, members)?;
-    let own = strided.own_copies(members.rank)?;
-    if strided.adds() {
-        // Accumulated blocks are added in rank order, including the rank's own.
-        let (received, copies) = strided.receive(transfers, members, Some(own))?;
-        return Ok(Some(strided.finish(packed, received, copies)));
+    let mut own = Some(strided.own_copies(members.rank)?);
+    // Accumulated blocks are added in rank order, including the rank's own.
+    if !strided.adds() {
+        strided.copy(&[], &own.take().unwrap_or_default())?;
     }
-    strided.copy(&[], &own)?;
-    let (received, copies) = strided.receive(transfers, members, None)?;
-    Ok(Some(strided.finish(packed, received, copies)))
+    let incoming = strided.receive(transfers, members, own)?;
+    Ok(Some(strided.finish(packed, incoming)))
 }
 
 impl StridedAllToAll {
@@ -77,14 +83,13 @@ impl StridedAllToAll {
         Ok(send.iter().zip(recv).map(|(from, to)| to.copy_from(from.clone())).collect())
     }
 
-    /// Receives the other ranks' blocks. Returns the buffer of blocks that cannot be received in place, and the
-    /// remaining copies in rank order, including `own` if given.
+    /// Receives the other ranks' blocks. The remaining copies include `own` if given.
     fn receive(
         &self,
         transfers: &mut Transfers,
         members: &Members,
         mut own: Option<Vec<BlockCopy>>,
-    ) -> Result<(Staged, Vec<BlockCopy>), CommError> {
+    ) -> Result<Incoming, CommError> {
         let is_direct = |recv: &RecvBlock| own.is_none() && recv.block.in_one_piece().is_some();
         let of_peers = peers(members).flat_map(|peer| &self.plan.recv[peer]);
         let staged = of_peers.filter(|recv| !is_direct(recv)).map(|recv| num_elems(&recv.block)).sum();
@@ -110,11 +115,11 @@ impl StridedAllToAll {
                 transfers.receive(members, &target, rank)?;
             }
         }
-        Ok((received, copies))
+        Ok(Incoming { received, copies })
     }
 
     /// Returns the step that runs after all messages are complete.
-    fn finish(self, packed: Staged, received: Staged, copies: Vec<BlockCopy>) -> Step {
+    fn finish(self, packed: Staged, Incoming { received, copies }: Incoming) -> Step {
         Step::last(move |members| {
             self.copy(&[&received.tensor()?], &copies)?;
             members.staging.recycle(packed);

@@ -141,11 +141,13 @@ impl Collective {
             CallSignature::Gather { chunk, root } if *root == self.rank => {
                 peer_reader.all_gather(chunk.count, &targets)?;
             }
-            CallSignature::Scatter { chunk, root } => peer_reader.scatter(chunk.count, *root, &targets)?,
+            CallSignature::Scatter { chunk, root } => {
+                peer_reader.pull_from(*root, self.rank * chunk.count, chunk.count, &targets)?;
+            }
             CallSignature::AllToAll { recv, .. } => peer_reader.all_to_all(recv, &targets)?,
             CallSignature::AllToAllStrided { plan, .. } => peer_reader.all_to_all_strided(plan, &targets)?,
             CallSignature::Broadcast { elements, root } => {
-                peer_reader.broadcast(elements.count, *root, &targets)?;
+                peer_reader.pull_from(*root, 0, elements.count, &targets)?;
             }
             // The other operations move no data, or not here.
             _ => {}

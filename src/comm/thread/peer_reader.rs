@@ -154,11 +154,14 @@ impl PeerReader<'_> {
         self.pull(pulls, outputs)
     }
 
-    pub(super) fn scatter(&self, count: usize, root: usize, outputs: &[Tensor]) -> Result<(), CommError> {
-        self.pull(vec![Pull::run(root, self.rank * count, 0, count)], outputs)
-    }
-
-    pub(super) fn broadcast(&self, count: usize, root: usize, outputs: &[Tensor]) -> Result<(), CommError> {
-        self.pull(vec![Pull::run(root, 0, 0, count)], outputs)
+    /// Copies `count` elements from `begin` on of rank `root`.
+    pub(super) fn pull_from(
+        &self,
+        root: usize,
+        begin: usize,
+        count: usize,
+        outputs: &[Tensor],
+    ) -> Result<(), CommError> {
+        self.pull(vec![Pull::run(root, begin, 0, count)], outputs)
     }
 }

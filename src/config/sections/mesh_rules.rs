@@ -103,7 +103,7 @@ impl MeshRule {
 
     fn compile(rules: &[Self]) -> Result<MeshRules, regex::Error> {
         let patterns: Vec<_> = rules.iter().map(|rule| rule.pattern.as_str()).collect();
-        MeshRules::new(&patterns).map_err(|(_, error)| error)
+        MeshRules::new(&patterns).map_err(|invalid| invalid.error)
     }
 
     /// Returns the index of the rule that applies.

@@ -2,7 +2,7 @@
 
 use crate::config_file::define::FieldValue;
 use crate::config_file::reader::Section;
-use crate::mesh::{Cluster, MeshError, MeshSpec, Preset, TrainingShape};
+use crate::mesh::{Cluster, MeshError, MeshSpec, Preset, StatedAxis, TrainingShape};
 use serde_json::{Map, Value as Json, json};
 
 /// A mesh whose sizes are known.
@@ -70,8 +70,8 @@ impl FieldValue for MeshSpec {
     }
 
     fn written(&self) -> Option<Json> {
-        let side = |axes: &[(String, i64)]| -> Map<String, Json> {
-            axes.iter().map(|(name, size)| (name.clone(), Json::from(*size))).collect()
+        let side = |axes: &[StatedAxis]| -> Map<String, Json> {
+            axes.iter().map(|axis| (axis.name.clone(), Json::from(axis.size))).collect()
         };
         Some(match self {
             Self::Hybrid { intra, inter } => json!({ "intra": side(intra), "inter": side(inter) }),

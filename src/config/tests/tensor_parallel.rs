@@ -34,10 +34,7 @@ fn the_size_comes_from_our_key_from_deepspeeds_or_from_the_mesh() {
         assert_eq!(config.mesh, MeshShape { pp: 1, dp, sp, tp }.into(), "{keys}");
         assert_eq!(config.world_size(), dp * sp * tp);
         let mesh = config.placed_mesh(None).unwrap().mesh;
-        assert_eq!(
-            (mesh.axis_names(), mesh.shape()),
-            (&["dp", "sp", "tp"].map(String::from)[..], &[dp, sp, tp][..])
-        );
+        assert_eq!((mesh.axis_names(), mesh.shape()), (vec!["dp", "sp", "tp"], vec![dp, sp, tp]));
         let written = serde_json::to_string(&config).unwrap();
         assert_eq!(Config::from_json_str(&written, "c.json").unwrap().mesh, config.mesh, "{written}");
     }

@@ -35,7 +35,7 @@ fn checkpoints_of_an_earlier_length_are_not_offloaded_any_more() {
                 }
                 Ok(last)
             };
-            workload.dry((&mesh, 0), MAX_MICRO_BATCHES, steps).unwrap()
+            workload.dry(&mesh, 0, MAX_MICRO_BATCHES, steps).unwrap()
         };
         let longest = most(&[26], false);
         assert!(longest > 0);
@@ -196,7 +196,7 @@ fn zero_reduces_a_gradient_by_the_steps_from_its_layout_to_that_of_the_state() {
             }
             rank.step(accumulation)
         };
-        let step = workload.dry((&mesh, 0), MAX_MICRO_BATCHES, step).unwrap();
+        let step = workload.dry(&mesh, 0, MAX_MICRO_BATCHES, step).unwrap();
         for (_, event) in step.events() {
             if let Event::Collective(transfer) = event
                 && transfer.purpose == Purpose::ReduceGradients

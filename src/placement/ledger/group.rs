@@ -1,5 +1,6 @@
 //! Process groups that keep the ledger.
 
+use super::sums::SumFault;
 use super::{Fault, LedgerError, Placed, fault, place, placed, spanned_axes, with};
 use crate::comm::{
     Call, CallSignature, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup, ReduceOp,
@@ -50,7 +51,7 @@ impl LedgerGroup {
     fn record_sum(&self, is_sum: bool) -> Result<(), LedgerError> {
         let axes = self.axes();
         let wrong = with(|ledger| ledger.sum.as_mut()?.add(axes, is_sum)).flatten();
-        wrong.map_or(Ok(()), |(what, axis, mistake)| Err(fault(what, axis, mistake)))
+        wrong.map_or(Ok(()), |SumFault { what, axis, fault: mistake }| Err(fault(what, axis, mistake)))
     }
 }
 

@@ -16,11 +16,11 @@ mod tests;
 pub use fault::{Fault, LedgerError};
 pub use gradient::{GradientOf, add_tokens, clear_gradients};
 pub use group::LedgerGroup;
-pub use placed::Placed;
+pub use placed::{Placed, PlacedAlong};
 
 use super::Placement::{self, Partial, Replicate, Shard};
 use crate::comm::ProcessGroup;
-use crate::mesh::{DeviceMesh, MeshError, PP_AXIS};
+use crate::mesh::{Axis, DeviceMesh, MeshError, PP_AXIS};
 use candle_core::Tensor;
 use std::cell::RefCell;
 use ulysses_kernels::device::dry;
@@ -41,19 +41,17 @@ impl Ledger {
     /// The placements of a partial sum that each rank has computed from its own tokens, of a tensor that the ranks along the axes
     /// `divided_over` divide.
     fn partial(&self, divided_over: &[&str]) -> Vec<Placement> {
-        let axes = self.mesh.axis_names().iter().zip(self.mesh.shape());
-        let placement = |(name, size): (&String, &usize)| match size {
+        let placement = |Axis { name, size }: &Axis| match size {
             1 => Replicate,
             _ if divided_over.contains(&name.as_str()) => Shard(0),
             _ => Partial,
         };
-        axes.map(placement).collect()
+        self.mesh.axes().iter().map(placement).collect()
     }
 
     /// The axis whose ranks have different parts of the model, if there are several.
     fn stages(&self) -> Option<usize> {
-        let axis = self.mesh.axis_names().iter().position(|name| name == PP_AXIS)?;
-        (self.mesh.shape()[axis] > 1).then_some(axis)
+        self.mesh.axes().iter().position(|axis| axis.name == PP_AXIS && axis.size > 1)
     }
 }
 
@@ -86,7 +84,7 @@ fn with<R>(work: impl FnOnce(&mut Ledger) -> R) -> Option<R> {
 }
 
 fn fault(tensor: &str, axis: usize, fault: Fault) -> LedgerError {
-    let axis = with(|ledger| ledger.mesh.axis_names()[axis].clone());
+    let axis = with(|ledger| ledger.mesh.axes()[axis].name.clone());
     LedgerError { tensor: tensor.to_owned(), axis, fault }
 }
 

@@ -16,6 +16,15 @@ pub struct Placed {
     pub(super) pending: Option<usize>,
 }
 
+/// A group, and the placement of a tensor along it.
+#[derive(Debug, Clone, Copy)]
+pub struct PlacedAlong<'a> {
+    /// The group.
+    pub group: &'a dyn ProcessGroup,
+    /// The placement.
+    pub placement: Placement,
+}
+
 impl Placed {
     /// Those of a gradient with this name that no backward pass has added to.
     pub fn unwritten(tensor: impl FnOnce() -> String) -> Option<Self> {
@@ -23,12 +32,15 @@ impl Placed {
     }
 
     /// Those of a tensor with this name that is placed so along these groups, and replicated along other axes.
-    pub fn along(tensor: impl FnOnce() -> String, groups: &[(&dyn ProcessGroup, Placement)]) -> Option<Self> {
+    pub fn along<'a>(
+        tensor: impl FnOnce() -> String,
+        groups: impl IntoIterator<Item = PlacedAlong<'a>>,
+    ) -> Option<Self> {
         let placements = with(|ledger| {
-            let mut placements = vec![Replicate; ledger.mesh.shape().len()];
-            for (group, placement) in groups {
-                let axes = spanned_axes(&ledger.mesh, *group);
-                axes.into_iter().for_each(|axis| placements[axis] = *placement);
+            let mut placements = vec![Replicate; ledger.mesh.axes().len()];
+            for PlacedAlong { group, placement } in groups {
+                let axes = spanned_axes(&ledger.mesh, group);
+                axes.into_iter().for_each(|axis| placements[axis] = placement);
             }
             placements
         });
@@ -88,7 +100,7 @@ impl Placed {
     pub fn check_gathered(&self) -> Result<(), LedgerError> {
         self.check_complete()?;
         let is_divided = |axis: usize| {
-            let name = with(|ledger| ledger.mesh.axis_names()[axis].clone());
+            let name = with(|ledger| ledger.mesh.axes()[axis].name.clone());
             name.is_some_and(|name| [PP_AXIS, TP_AXIS].contains(&name.as_str()))
         };
         let placements = self.placements.as_deref().unwrap_or_default();
@@ -117,7 +129,7 @@ impl Placed {
     pub fn check_compared(&self, groups: &[&dyn ProcessGroup]) -> Result<(), LedgerError> {
         let (compared, sizes) = with(|ledger| {
             let compared = groups.iter().flat_map(|group| spanned_axes(&ledger.mesh, *group));
-            (compared.collect::<Vec<_>>(), ledger.mesh.shape().to_vec())
+            (compared.collect::<Vec<_>>(), ledger.mesh.shape())
         })
         .unwrap_or_default();
         let replicated = self.axes_with(|placement| placement == Replicate);

@@ -26,9 +26,16 @@ pub(super) struct Sum {
     optional: Vec<usize>,
 }
 
+/// A fault of a sum along an axis.
+pub(super) struct SumFault {
+    pub(super) what: &'static str,
+    pub(super) axis: usize,
+    pub(super) fault: Fault,
+}
+
 impl Sum {
-    /// Takes a sum over some axes into account. Returns a fault and its axis, if there is one.
-    pub(super) fn add(&mut self, axes: &[usize], is_sum: bool) -> Option<(&'static str, usize, Fault)> {
+    /// Takes a sum over some axes into account. Returns a fault, if there is one.
+    pub(super) fn add(&mut self, axes: &[usize], is_sum: bool) -> Option<SumFault> {
         let is_expected = |axis: &&usize| self.missing.contains(axis) || self.optional.contains(axis);
         let fault = match is_sum {
             false => axes.first().map(|axis| (*axis, Fault::NotASum)),
@@ -36,7 +43,7 @@ impl Sum {
         };
         self.missing.retain(|axis| !axes.contains(axis));
         self.optional.retain(|axis| !axes.contains(axis));
-        fault.map(|(axis, fault)| (self.what, axis, fault))
+        fault.map(|(axis, fault)| SumFault { what: self.what, axis, fault })
     }
 }
 
@@ -65,7 +72,7 @@ pub fn begin_squares(gradients: impl IntoIterator<Item = Placed>) -> Result<(), 
         count(&gradient)?;
     }
     with(|ledger| {
-        let all = 0..ledger.mesh.shape().len();
+        let all = 0..ledger.mesh.axes().len();
         let optional = if first.is_none() { all.collect() } else { Vec::new() };
         let missing = axes.into_iter().chain(ledger.stages()).collect();
         ledger.sum = Some(Sum { what: NORM, missing, optional });
@@ -89,8 +96,8 @@ fn count(gradient: &Placed) -> Result<(), LedgerError> {
 /// Begins a sum over the tokens of all ranks, such as that of their losses.
 pub fn begin_tokens(what: &'static str) {
     with(|ledger| {
-        let sizes = ledger.mesh.shape().iter().enumerate();
-        let missing = sizes.filter(|(_, size)| **size > 1).map(|(axis, _)| axis).collect();
+        let axes = ledger.mesh.axes().iter().enumerate();
+        let missing = axes.filter(|(_, axis)| axis.size > 1).map(|(index, _)| index).collect();
         ledger.sum = Some(Sum { what, missing, optional: Vec::new() });
     });
 }

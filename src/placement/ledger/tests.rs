@@ -311,7 +311,7 @@ fn parameters_are_gathered_before_their_use() {
         let dp = groups.along("dp");
         let name = || "the parameter buffer of `lm_head`".to_owned();
         let (own, whole) = (tensor(), zeros(16, DType::F32, &Device::Cpu).unwrap());
-        place(&own, Placed::along(name, &[(&dp as &dyn ProcessGroup, Shard(0))]));
+        place(&own, Placed::along(name, [PlacedAlong { group: &dp, placement: Shard(0) }]));
         let used = placed(&own).unwrap().check_gathered();
         assert_fault(used, "the parameter buffer of `lm_head` is used without its gather over `dp`");
         assert_fault(
@@ -328,8 +328,11 @@ fn replicas_are_compared_along_exactly_the_axes_that_replicate() {
     with_ledger("2x2", |groups| {
         let (dp, sp) = (groups.along("dp"), groups.along("sp"));
         let [dp, sp] = [&dp, &sp].map(|group| group as &dyn ProcessGroup);
-        let state =
-            Placed::along(|| "the optimizer state of `lm_head`".to_owned(), &[(dp, Shard(0))]).unwrap();
+        let state = Placed::along(
+            || "the optimizer state of `lm_head`".to_owned(),
+            [PlacedAlong { group: dp, placement: Shard(0) }],
+        )
+        .unwrap();
         state.check_compared(&[sp]).unwrap();
         let of_shards = state.check_compared(&[sp, dp]);
         assert_fault(

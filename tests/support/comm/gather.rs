@@ -1,7 +1,7 @@
 //! all_gather, broadcast, and their variants for plain values.
 
 use super::{Backend, Value, code, for_each_dtype, tensor, values, zeros};
-use ulysses::comm::{ProcessGroupExt, ReduceOp};
+use ulysses::comm::{Disagreement, ProcessGroupExt, ReduceOp};
 
 pub(crate) fn all_gather_concatenates_in_rank_order(backend: &dyn Backend) {
     fn case<T: Value>(backend: &dyn Backend) {
@@ -121,11 +121,14 @@ pub(crate) fn the_first_different_rank_is_found_with_its_value(backend: &dyn Bac
         let rank = group.rank();
         assert_eq!(group.find_disagreement(&[7, u64::MAX])?, None);
         assert_eq!(group.find_disagreement(&[])?, None);
-        assert_eq!(group.find_disagreement(&[7, if rank == 1 { 0 } else { u64::MAX }])?, Some((1, 1)));
+        assert_eq!(
+            group.find_disagreement(&[7, if rank == 1 { 0 } else { u64::MAX }])?,
+            Some(Disagreement { rank: 1, index: 1 })
+        );
         // Ranks are global.
         let pair = group.split("pair", (rank > 0).then_some(0), rank)?;
         let told = pair.map(|pair| pair.find_disagreement(&[rank as u64])).transpose()?;
-        assert_eq!(told, (rank > 0).then_some(Some((2, 0))));
+        assert_eq!(told, (rank > 0).then_some(Some(Disagreement { rank: 2, index: 0 })));
         Ok(())
     });
 }

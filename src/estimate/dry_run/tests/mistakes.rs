@@ -68,8 +68,8 @@ fn error(shape: Shape, stage: u8, change: impl Fn(TrainingGroups) -> TrainingGro
     let mut workload = workload(&config(&shape, &json!({}), stage), DeviceKind::Cpu, 1);
     workload.model.tie_word_embeddings = true;
     let mesh = workload.mesh().unwrap();
-    let rank = (&mesh, mesh.world_size() - 1);
-    let step = workload.dry_on(rank, MAX_MICRO_BATCHES, change, |rank, accumulation| {
+    let last = mesh.world_size() - 1;
+    let step = workload.dry_on(&mesh, last, MAX_MICRO_BATCHES, change, |rank, accumulation| {
         rank.step(accumulation)?;
         rank.engine.check_replicas()
     });

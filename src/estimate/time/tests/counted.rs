@@ -26,7 +26,7 @@ fn a_counted_step_takes_the_time_of_the_listed_one() {
             let rates = machine.rates_of(workload.config.precision).unwrap();
             let mesh = workload.mesh().unwrap();
             let [listed, counted] = [6, 4].map(|most| {
-                let mut simulation = Simulation::new(&machine, rates, workload.nodes(&mesh, 0).unwrap());
+                let mut simulation = Simulation::new(0, &machine, rates, workload.nodes(&mesh, 0).unwrap());
                 simulation.run(&workload.warm_step_of(&mesh, 0, most).unwrap()).unwrap();
                 [simulation.now, simulation.hidden, simulation.recompute, simulation.model_flops]
             });
