@@ -100,7 +100,7 @@ impl FakeGroup {
         let traffic = Traffic::new(call, *rank, ranks);
         let sequence = {
             let mut counter = self.traffic.lock();
-            let sequence = counter.stats().total().calls;
+            let sequence = counter.num_calls();
             counter.call(op);
             let bytes = dtype.size_in_bytes() as u64;
             traffic.sent.iter().enumerate().for_each(|(to, sent)| counter.sent(op, to, sent * bytes));

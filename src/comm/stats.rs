@@ -136,6 +136,11 @@ impl TrafficCounter {
         self.ops[op as usize].bytes_received += bytes;
     }
 
+    /// Number of calls of all operations.
+    pub(super) fn num_calls(&self) -> u64 {
+        self.ops.iter().map(|op| op.calls).sum()
+    }
+
     pub(super) fn stats(&self) -> GroupStats {
         let all = CollectiveOp::ALL.into_iter().zip(self.ops);
         GroupStats { ops: all.filter(|(_, stats)| *stats != OpStats::default()).collect() }
