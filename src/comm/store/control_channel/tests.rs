@@ -210,7 +210,10 @@ fn a_message_that_is_too_long_is_shortened() {
     let arrived = receive(&mut ends, 0, 2);
     let [
         Received { from: 1, message: Some(ControlMessage::Failed(error)) },
-        Received { from: 1, message: Some(ControlMessage::CallReport(CallReport { calls: newest, wait: None })) },
+        Received {
+            from: 1,
+            message: Some(ControlMessage::CallReport(CallReport { calls: newest, wait: None })),
+        },
     ] = &arrived[..]
     else {
         panic!("{} messages arrived", arrived.len());
