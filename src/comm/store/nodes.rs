@@ -5,6 +5,7 @@
 
 use super::acceptor::{Acceptor, gather, missing_secret};
 use super::endpoint::{Member, StoreEndpoint, bind_address};
+use super::handshake::nonce;
 use super::secret::JobSecret;
 use super::{Departure, FOR_HOST, Store};
 use crate::comm::Launcher;
@@ -70,8 +71,8 @@ impl NodeStore {
     /// # Errors
     /// No randomness is available for the secret.
     pub fn alone() -> io::Result<Self> {
-        let store = Store::open(HOST, 1, BTreeMap::new());
-        Ok(Self::new(store, None, JobSecret::random()?, None, Duration::MAX))
+        let secret = JobSecret::new(&blake3::Hash::from_bytes(nonce()?).to_string(), true);
+        Ok(Self::new(Store::open(HOST, 1, BTreeMap::new()), None, secret, None, Duration::MAX))
     }
 
     /// Joins the launchers of all other nodes, or on node 0 waits for them: until all have joined, or at the end of the

@@ -1,6 +1,5 @@
 //! The secret that the processes of a job share.
 
-use super::handshake::nonce;
 use crate::comm::Launcher;
 use std::fmt;
 
@@ -55,11 +54,6 @@ impl JobSecret {
     pub(in crate::comm) fn new(text: &str, is_secret: bool) -> Self {
         let context = if is_secret { "ulysses rendezvous, job secret" } else { "ulysses rendezvous, job id" };
         Self { key: blake3::derive_key(context, text.as_bytes()), is_secret }
-    }
-
-    /// Generates a secret from the system's randomness.
-    pub(super) fn random() -> std::io::Result<Self> {
-        Ok(Self { key: nonce()?, is_secret: true })
     }
 
     pub(in crate::comm) fn key(&self) -> &[u8; 32] {
