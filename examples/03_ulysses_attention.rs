@@ -22,7 +22,7 @@ use candle_core::{D, Device, Tensor};
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, launch};
 use ulysses::kernels::Workspace;
-use ulysses::kernels::attention::{Attention, AttentionLayout, FlashAttention, grouped_heads};
+use ulysses::kernels::attention::{Attention, AttentionLayout, FlashAttention, QkvGradients, grouped_heads};
 use ulysses::mesh::shard_range;
 use ulysses::sequence_parallel::{AttentionShape, ExchangePlan, UlyssesAttention};
 
@@ -89,6 +89,6 @@ fn forward_and_backward(
     let workspace = Workspace::new();
     let (o, saved) = attention.forward(q.copy()?, k.copy()?, v.copy()?, layout, &workspace)?;
     let o = o.copy()?;
-    let (dq, dk, dv) = attention.backward(saved, dout, layout, &workspace)?;
+    let QkvGradients { dq, dk, dv } = attention.backward(saved, dout, layout, &workspace)?;
     Ok([o, dq, dk, dv])
 }

@@ -2,7 +2,7 @@
 
 use super::balance::DocumentCost;
 use super::flexible::{SourceSegment, StepPlan};
-use super::sample_order::SampleOrder;
+use super::sample_order::{SampleOrder, SequenceIndex};
 use super::{DataError, Dataset, FlexibleStep, GlobalBatch, LoaderOptions, MicroBatch, PackedSequence};
 use std::sync::Arc;
 
@@ -195,7 +195,7 @@ impl DataLoader {
         let mut documents = Vec::new();
         let end = self.end.unwrap_or(u64::MAX).min(self.step_end()?);
         for sample in self.samples_consumed..end {
-            let (source, sequence) = self.order.locate(sample);
+            let SequenceIndex { source, sequence } = self.order.locate(sample);
             let segments = self.data.source(source)?.segments(sequence)?;
             documents.extend(segments.into_iter().map(|segment| SourceSegment { source, segment }));
         }
@@ -219,7 +219,7 @@ impl DataLoader {
         if self.end.is_some_and(|end| sample >= end) {
             return Ok(PackedSequence::masked(self.data.seq_len()));
         }
-        let (source, sequence) = self.order.locate(sample);
+        let SequenceIndex { source, sequence } = self.order.locate(sample);
         self.data.sequence(source, sequence)
     }
 

@@ -6,6 +6,14 @@ use rand_chacha::rand_core::RngCore;
 /// The random stream of mixtures; streams from 0 on are those of epochs.
 const STREAM: u64 = u64::MAX;
 
+/// A sample of a mixture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MixedSample {
+    pub(super) source: usize,
+    /// Number of the source's previous samples.
+    pub(super) number: u64,
+}
+
 /// Assigns a source to each sample of an endless mixture.
 ///
 /// A chain of two-way splits: the first source gets its share of all samples, evenly spaced from a random offset, the
@@ -44,16 +52,16 @@ impl Mixture {
         Self { splits: weights[..weights.len() - 1].iter().enumerate().map(split).collect() }
     }
 
-    /// Returns the source of a sample, and the number of that source's previous samples.
-    pub(super) fn locate(&self, sample: u64) -> (usize, u64) {
+    /// Returns which sample of which source a sample is.
+    pub(super) fn locate(&self, sample: u64) -> MixedSample {
         let mut rest = sample;
         for (source, split) in self.splits.iter().enumerate() {
             let before = split.count(rest);
             if split.count(rest + 1) > before {
-                return (source, before);
+                return MixedSample { source, number: before };
             }
             rest -= before;
         }
-        (self.splits.len(), rest)
+        MixedSample { source: self.splits.len(), number: rest }
     }
 }

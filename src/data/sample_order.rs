@@ -1,11 +1,19 @@
 //! The endless sequence of samples of a dataset.
 
-use super::mixture::Mixture;
+use super::mixture::{MixedSample, Mixture};
 use super::order::{epoch_order, ordered};
 use super::{DataError, Dataset};
 use std::sync::Arc;
 
-/// The endless sequence of samples of a dataset, as (source, sequence).
+/// Which sequence of a dataset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct SequenceIndex {
+    pub(super) source: usize,
+    /// Counted within the source.
+    pub(super) sequence: usize,
+}
+
+/// The endless sequence of samples of a dataset.
 #[derive(Debug, Clone)]
 pub(super) enum SampleOrder {
     /// All sequences of all sources, epoch by epoch, each epoch in its own order.
@@ -41,11 +49,12 @@ impl SampleOrder {
         Self::InOrder { ends: ends(data) }
     }
 
-    /// Returns the source and the sequence of a sample.
-    pub(super) fn locate(&mut self, sample: u64) -> (usize, usize) {
+    /// Returns where a sample is.
+    pub(super) fn locate(&mut self, sample: u64) -> SequenceIndex {
         let in_source = |ends: &[usize], sequence: usize| {
             let source = ends.partition_point(|&end| end <= sequence);
-            (source, sequence - source.checked_sub(1).map_or(0, |before| ends[before]))
+            let first = source.checked_sub(1).map_or(0, |before| ends[before]);
+            SequenceIndex { source, sequence: sequence - first }
         };
         match self {
             Self::Shuffled { ends, epochs } => in_source(ends, epochs.sequence(sample)),
@@ -54,8 +63,8 @@ impl SampleOrder {
                 in_source(ends, (sample % num_sequences) as usize)
             }
             Self::Mixed { mixture, sources } => {
-                let (source, sample) = mixture.locate(sample);
-                (source, sources[source].sequence(sample))
+                let MixedSample { source, number } = mixture.locate(sample);
+                SequenceIndex { source, sequence: sources[source].sequence(number) }
             }
         }
     }

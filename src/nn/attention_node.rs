@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Storage, 
 use parking_lot::Mutex;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, AttentionLayout, SavedAttention};
+use ulysses_kernels::attention::{Attention, AttentionLayout, QkvGradients, SavedAttention};
 use ulysses_kernels::tensor::TensorOptions;
 
 /// Attention for blocks written with candle ops: `(q, k, v) → o` as **one** custom op. Its backward runs the
@@ -129,7 +129,7 @@ impl CustomOp3 for AttentionOp {
         let saved = self.saved.lock().take();
         let Some(saved) = saved else { bail!("attention: second backward through the same graph") };
         let dout = dout.detach().contiguous()?;
-        let (dq, dk, dv) =
+        let QkvGradients { dq, dk, dv } =
             self.attention.backward(saved, &dout, &self.layout, &fresh(&dout)).map_err(Error::wrap)?;
         Ok((Some(dq), Some(dk), Some(dv)))
     }

@@ -258,7 +258,7 @@ impl Sharding {
     /// Sends the gradients of q, k and v to the ranks with their tokens.
     fn return_gradients<'a>(
         &self,
-        (dq, dk, dv): QkvGradients,
+        QkvGradients { dq, dk, dv }: QkvGradients,
         workspace: &'a Workspace,
     ) -> Result<Returning<'a, QkvGradients>, SequenceParallelError> {
         let gradients = HeadSharded([dq, dk, dv]);
@@ -266,7 +266,7 @@ impl Sharding {
         let returning = SentQkv { pending, sent: gradients.0 };
         Ok(Returning::UnderWay(Box::new(move || {
             let SeqSharded([dq, dk, dv]) = returning.wait(workspace)?;
-            Ok((dq, dk, dv))
+            Ok(QkvGradients { dq, dk, dv })
         })))
     }
 }
@@ -300,7 +300,7 @@ impl Attention for UlyssesAttention {
         dout: &Tensor,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+    ) -> Result<QkvGradients, AttentionError> {
         self.start_backward(dout, layout, workspace)?(saved)?.wait()
     }
 
@@ -317,7 +317,7 @@ impl Attention for UlyssesAttention {
         upstream: &Upstream<'_>,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+    ) -> Result<QkvGradients, AttentionError> {
         self.start_backward_recomputed(q, k, v, upstream, layout, workspace)?(())?.wait()
     }
 

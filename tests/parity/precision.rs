@@ -306,10 +306,12 @@ impl AttentionCompute for OverflowingBackward {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<QkvGradients, AttentionError> {
-        let (dq, dk, dv) = FlashAttention::default().attend_backward(qkv, upstream, layout, workspace)?;
+        let mut gradients = FlashAttention::default().attend_backward(qkv, upstream, layout, workspace)?;
         let pass = self.calls.fetch_add(1, Ordering::Relaxed) % self.per_step;
-        let dq = if pass == self.pass { (dq * f64::INFINITY)? } else { dq };
-        Ok((dq, dk, dv))
+        if pass == self.pass {
+            gradients.dq = (gradients.dq * f64::INFINITY)?;
+        }
+        Ok(gradients)
     }
 }
 

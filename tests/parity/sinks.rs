@@ -9,7 +9,7 @@ use crate::support::reference::{Family, ReferenceConfig, load_tensors};
 use crate::support::sink_doubles::{SinkFault, with_fault};
 use serde_json::{Value, json};
 use ulysses::kernels::Workspace;
-use ulysses::kernels::attention::{Attention, AttentionLayout, FlashAttention, Sinks};
+use ulysses::kernels::attention::{Attention, AttentionLayout, FlashAttention, QkvGradients, Sinks};
 use ulysses::kernels::tensor::TensorOptions;
 use ulysses::model::ModelConfig;
 
@@ -128,7 +128,7 @@ fn attention_with_sinks_is_that_of_transformers() {
     let (o, saved) = attention.forward(q, k, v, &layout, &workspace).unwrap();
     let output = values(&o);
     drop(o);
-    let (dq, dk, dv) = attention.backward(saved, &dout, &layout, &workspace).unwrap();
+    let QkvGradients { dq, dk, dv } = attention.backward(saved, &dout, &layout, &workspace).unwrap();
     assert_close("o", &output, &tensors["o"], 2e-6);
     for (name, got) in [("dq", dq), ("dk", dk), ("dv", dv), ("dsinks", gradient)] {
         assert_close(name, &values(&got), &tensors[name], 2e-6);

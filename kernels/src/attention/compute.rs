@@ -27,7 +27,7 @@ pub trait AttentionCompute: Attention {
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor), AttentionError>;
 
-    /// Returns `(dq, dk, dv)`, allocated from the `workspace`. `upstream` may be that of more keys than these; see
+    /// Returns the gradients, allocated from the `workspace`. `upstream` may be that of more keys than these; see
     /// [`Upstream`].
     ///
     /// # Errors

@@ -81,7 +81,7 @@ pub trait Attention: Send + Sync {
         workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError>;
 
-    /// Returns `(dq, dk, dv)` for the gradient `dout` of the loss with respect to `o`. They are allocated
+    /// Returns the gradients for the gradient `dout` of the loss with respect to `o`. They are allocated
     /// from the `workspace`. `saved` is recycled, so its tensors must have no other users. Adds to the gradient of the layout's
     /// [sinks](Sinks), if there are any: that of this rank's heads and tokens.
     ///
@@ -256,6 +256,6 @@ impl AttentionCompute for FlashAttention {
         with_category(Category::Other, || backward(&operands, &wide_upstream, &gradients))?;
         value_width::recycle_copy(wide_v, v, workspace);
         value_width::recycle_copy(wide_dout, upstream.dout, workspace);
-        Ok((dq, dk, value_width::narrowed(dv, width, workspace)?))
+        Ok(QkvGradients { dq, dk, dv: value_width::narrowed(dv, width, workspace)? })
     }
 }

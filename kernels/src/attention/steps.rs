@@ -20,8 +20,16 @@ pub type StartedBackward<'a> = Attend<'a, SavedAttention, Returning<'a, QkvGradi
 /// A started [`Attention::backward_recomputed`](super::Attention::backward_recomputed).
 pub type StartedRecomputed<'a> = Attend<'a, (), Returning<'a, QkvGradients>>;
 
-/// `(dq, dk, dv)`.
-pub type QkvGradients = (Tensor, Tensor, Tensor);
+/// The gradients of queries, keys and values, in their shapes.
+#[derive(Debug)]
+pub struct QkvGradients {
+    /// Of the queries.
+    pub dq: Tensor,
+    /// Of the keys.
+    pub dk: Tensor,
+    /// Of the values.
+    pub dv: Tensor,
+}
 
 /// Results of attention on their way to the ranks that own their tokens.
 #[must_use = "the results are valid only after `wait`"]

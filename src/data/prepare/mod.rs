@@ -139,11 +139,17 @@ pub fn prepare(
     Ok(Prepared { progress, is_resumed, contents, skipped, notes })
 }
 
-/// The input files, identified by size and modification time.
+/// The input files.
 struct Inputs {
     files: Vec<SourceFile>,
-    /// Size and modification time in nanoseconds of each file.
-    states: Vec<(u64, u128)>,
+    states: Vec<FileState>,
+}
+
+/// What identifies the contents of a file.
+struct FileState {
+    bytes: u64,
+    /// Time of modification, in nanoseconds.
+    modified: u128,
 }
 
 impl Inputs {
@@ -155,7 +161,7 @@ impl Inputs {
         if let Some(file) = files.iter().find(|file| matches!(file.kind, SourceKind::Tokens(_))) {
             return Err(FileError::AlreadyTokens { path: file.path.clone() }.into());
         }
-        let states = files.iter().map(|file| state(&file.path)).collect::<Result<Vec<_>, _>>()?;
+        let states = files.iter().map(|file| FileState::read(&file.path)).collect::<Result<Vec<_>, _>>()?;
         Ok(Self { files, states })
     }
 
@@ -169,25 +175,27 @@ impl Inputs {
         };
         add(options.text_field.as_bytes());
         add(&[u8::from(options.append_eod), options.on_bad_line as u8]);
-        for (file, (bytes, changed)) in self.files.iter().zip(&self.states) {
+        for (file, FileState { bytes, modified }) in self.files.iter().zip(&self.states) {
             add(file.path.as_os_str().as_encoded_bytes());
             add(&bytes.to_le_bytes());
-            add(&changed.to_le_bytes());
+            add(&modified.to_le_bytes());
         }
         hash.finalize().to_hex().to_string()
     }
 
     fn bytes_before(&self, position: Position) -> u64 {
         // The offset in a compressed file counts its contents.
-        let within = self.states.get(position.file).map_or(0, |(bytes, _)| position.offset.min(*bytes));
-        self.states[..position.file].iter().map(|(bytes, _)| bytes).sum::<u64>() + within
+        let within = self.states.get(position.file).map_or(0, |state| position.offset.min(state.bytes));
+        self.states[..position.file].iter().map(|state| state.bytes).sum::<u64>() + within
     }
 }
 
-fn state(path: &Path) -> Result<(u64, u128), FileError> {
-    let failed =
-        |source| FileError::Io { path: path.to_owned(), operation: "read the file's metadata", source };
-    let metadata = fs::metadata(path).map_err(failed)?;
-    let changed = metadata.modified().map_err(failed)?.duration_since(UNIX_EPOCH).unwrap_or_default();
-    Ok((metadata.len(), changed.as_nanos()))
+impl FileState {
+    fn read(path: &Path) -> Result<Self, FileError> {
+        let failed =
+            |source| FileError::Io { path: path.to_owned(), operation: "read the file's metadata", source };
+        let metadata = fs::metadata(path).map_err(failed)?;
+        let modified = metadata.modified().map_err(failed)?.duration_since(UNIX_EPOCH).unwrap_or_default();
+        Ok(Self { bytes: metadata.len(), modified: modified.as_nanos() })
+    }
 }

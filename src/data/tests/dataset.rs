@@ -1,5 +1,5 @@
 use super::*;
-use crate::data::mixture::Mixture;
+use crate::data::mixture::{MixedSample, Mixture};
 
 #[test]
 fn every_prefix_of_a_mixture_has_its_proportions() {
@@ -9,8 +9,8 @@ fn every_prefix_of_a_mixture_has_its_proportions() {
             let mixture = Mixture::new(weights, seed);
             let mut counts = vec![0_u64; weights.len()];
             for sample in 0..5000 {
-                let (source, index) = mixture.locate(sample);
-                assert_eq!(index, counts[source], "each source's samples come in order");
+                let MixedSample { source, number } = mixture.locate(sample);
+                assert_eq!(number, counts[source], "each source's samples come in order");
                 counts[source] += 1;
                 for (count, weight) in counts.iter().zip(weights) {
                     let share = weight / total * (sample + 1) as f64;
@@ -26,9 +26,9 @@ fn every_prefix_of_a_mixture_has_its_proportions() {
 fn a_mixture_is_found_at_any_sample_and_depends_on_the_seed() {
     let locate = |seed, sample| Mixture::new(&[0.5, 0.3, 0.2], seed).locate(sample);
     let far = u64::MAX - 10;
-    let (source, index) = locate(1, far);
-    assert!(index < far && source < 3);
-    let sources = |seed| (0..100).map(|sample| locate(seed, sample).0).collect::<Vec<_>>();
+    let MixedSample { source, number } = locate(1, far);
+    assert!(number < far && source < 3);
+    let sources = |seed| (0..100).map(|sample| locate(seed, sample).source).collect::<Vec<_>>();
     assert_eq!(sources(1), sources(1));
     assert_ne!(sources(1), sources(2));
 }

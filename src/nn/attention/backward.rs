@@ -186,7 +186,7 @@ impl AttentionBackward<'_> {
             dgate = self.backward_output(chunk, &out, gated)?;
             pass.forward.recycle([sent, out]);
         }
-        let (dq, dk, dv) = dqkv.wait()?;
+        let QkvGradients { dq, dk, dv } = dqkv.wait()?;
         module.rotate([&dq, &dk], Direction::Backward, &pass.forward)?;
         let dq = module.q.backward_norm(dq, q_norm, pass)?;
         let dq = match dgate {

@@ -62,7 +62,7 @@ impl LatentAttention {
     fn backward_projections(
         &self,
         input: BranchInput<'_>,
-        (dq, dk, dv): QkvGradients,
+        QkvGradients { dq, dk, dv }: QkvGradients,
         latents: Vec<Tensor>,
         dx: &Tensor,
         pass: &BackwardPass<'_>,

@@ -51,7 +51,7 @@ impl Backward<'_> {
         let (mut arrived, mut under_way) = (Arrived::default(), None);
         while let Some((step, block)) = blocks.next(self.workspace)? {
             let mut gradients = None;
-            if let Some((dq_part, dk, dv)) = self.block_gradients(step, block)? {
+            if let Some(QkvGradients { dq: dq_part, dk, dv }) = self.block_gradients(step, block)? {
                 dq = Some(self.first_or_sum(dq, dq_part)?);
                 gradients = Some([dk, dv]);
             }
@@ -70,7 +70,7 @@ impl Backward<'_> {
         };
         let dq = dq.unwrap_or_else(|| unreachable!("a query sees its own key"));
         let round = |sum| downcast(sum, dtype, self.workspace);
-        Ok((round(dq)?, round(dk)?, round(dv)?))
+        Ok(QkvGradients { dq: round(dq)?, dk: round(dk)?, dv: round(dv)? })
     }
 
     fn block_gradients(

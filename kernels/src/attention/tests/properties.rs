@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::Workspace;
-use crate::attention::SavedAttention;
+use crate::attention::{QkvGradients, SavedAttention};
 use crate::tensor::TensorOptions;
 
 /// A workspace for attention over the case's tensors.
@@ -126,7 +126,7 @@ fn flash_attention_runs_the_kernels_with_the_usual_scale() -> Result<()> {
         let q_elems = 2 * 40 * 3 * 16;
         assert_eq!(saved.bytes(), 4 * (2 * q_elems + 2 * (2 * 40 * 2 * 16) + 2 * 3 * 40));
         let lse = to_vec(&saved.lse)?;
-        let (dq, dk, dv) =
+        let QkvGradients { dq, dk, dv } =
             FlashAttention::default().backward(saved, &case.dout, &case.layout, &workspace(&case))?;
         let got = [to_vec(&o)?, lse, to_vec(&dq)?, to_vec(&dk)?, to_vec(&dv)?];
         assert_eq!(bits(&got), bits(&expected));
