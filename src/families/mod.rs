@@ -41,7 +41,7 @@ mod stablelm;
 mod youtu;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 40] = [
+pub static FAMILIES: &[&Family] = &[
     &llama::LLAMA,
     &llama::LLAMA4,
     &mistral::MISTRAL,
@@ -94,7 +94,7 @@ pub(crate) use read::read_config;
 
 /// Returns the family of a `model_type`.
 pub fn family(model_type: &str) -> Option<&'static Family> {
-    FAMILIES.into_iter().find(|family| family.model_type == model_type)
+    FAMILIES.iter().copied().find(|family| family.model_type == model_type)
 }
 
 /// Names as `a, b or c`.
