@@ -58,8 +58,8 @@
 //! 3. [`comm`]: [`ProcessGroup`](comm::ProcessGroup) is the contract of a backend; [`comm::thread`] runs ranks as threads.
 //! 4. [`data`]: [`DataLoader`](data::DataLoader) shards one global order of sequences over dp and sp.
 //! 5. [`engine`]: [`initialize`], then `forward`, `backward` and `step`:
-//!    - for each layer, [`zero`] gathers its parameters, [`nn`] computes it with [`kernels`], and
-//!      [`sequence_parallel`] exchanges tokens for heads around attention (with a ring, keys and values also travel
+//!    - for each layer, [`zero`] gathers its parameters, a block of `families` composes it of modules of [`nn`], which compute
+//!      with [`kernels`], and [`sequence_parallel`] exchanges tokens for heads around attention (with a ring, keys and values also travel
 //!      during attention);
 //!    - the [`objective`]: the loss, in tiles of tokens;
 //!    - for each layer in reverse: gather, compute, reduce over dp, then over sp;

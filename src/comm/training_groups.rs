@@ -41,7 +41,7 @@ pub struct TensorGroups {
 pub struct PipelineGroups {
     /// Ranks of the other stages with the same place on the other axes, first stage first.
     pub pp: Arc<dyn ProcessGroup>,
-    /// Those of the first and the last stage, which both have the tied parameters; `None` on other stages.
+    /// The ranks of the first and the last stage, which both have the tied parameters; `None` on other stages.
     pub tied: Option<Arc<dyn ProcessGroup>>,
 }
 

@@ -19,7 +19,7 @@ pub(crate) struct DeferredChunk {
     chunk: usize,
     /// Whether the chunk's gradients are complete after them.
     boundary: bool,
-    /// Those of each layer, the last one first.
+    /// The deferred gradients of each layer, the last one first.
     layers: Vec<Arc<DeferredGradients>>,
 }
 

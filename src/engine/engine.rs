@@ -47,9 +47,9 @@ pub struct Engine {
     /// The pipeline of which the model is a stage, if there is one.
     pub(super) pipeline: Option<Pipeline>,
     pub(super) workspace: Arc<Workspace>,
-    /// The last micro batch's, which usually fits the next one too.
+    /// The layout of the last micro batch's tokens, which usually fits the next one too.
     pub(super) token_layout: Option<Arc<TokenLayout>>,
-    /// That of this rank's tokens between the modules of tensor-parallel layers.
+    /// The layout of this rank's tokens between the modules of tensor-parallel layers.
     pub(super) own_token_layout: Option<Arc<TokenLayout>>,
     /// Storage for offloaded activation checkpoints, if configured.
     pub(super) activation_offload: Option<ActivationOffload>,

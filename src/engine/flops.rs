@@ -10,7 +10,7 @@ use crate::nn::{Layer, ParameterSpec};
 use crate::pipeline::balanced_stages;
 use std::ops::Range;
 
-/// Those of a document in a forward and backward pass of a model, without recomputation. Layers with different windows count as
+/// The FLOPs of a document in a forward and backward pass of a model, without recomputation. Layers with different windows count as
 /// having the widest.
 pub(super) fn document_cost(model: &Model) -> DocumentCost {
     let layers = || model.layers.iter().map(|layer| layer_cost(&**layer));
@@ -58,8 +58,8 @@ pub fn set_stages(model: &Model, config: &mut Config) -> Result<(), StagesError>
 
 /// Returns the layers of each pipeline stage, first stage first: as the config states them, or balanced by the FLOPs of a step.
 ///
-/// Those of a layer are of its matrix products, once more where they are recomputed, and of attention to whole sequences of the
-/// config's longest length. The last stage also computes the loss: 8 FLOPs per token and weight, as its backward pass computes the
+/// The FLOPs of a layer are those of its matrix products, once more where they are recomputed, and of attention to whole sequences
+/// of the config's longest length. The last stage also computes the loss: 8 FLOPs per token and weight, as its backward pass computes the
 /// logits again. An embedding has none. The same config and model give the same stages: in a run, in its plan, and when it is resumed.
 ///
 /// # Errors

@@ -21,7 +21,7 @@ use ulysses_kernels::lm_head_loss::{LossSum, Losses};
 #[must_use]
 pub struct Loss {
     pub(super) local: Losses,
-    /// Those of the chunks of layers, the first one first.
+    /// The tapes of the chunks of layers, the first one first.
     pub(super) tapes: Vec<Tape>,
 }
 

@@ -351,8 +351,8 @@ impl Engine {
         self.groups.by_axis().into_iter().map(|(_, group)| group.stats().total().bytes_sent).sum()
     }
 
-    /// Compares hashes of whole sequences along sp and pp. If the loaders of a group had diverged, the loss
-    /// would be that of sequences that do not exist. Collective; each rank sends 8 bytes.
+    /// Compares hashes of whole sequences among the ranks with other tokens of them, then over the stages. If the loaders of a group
+    /// had diverged, the loss would be that of sequences that do not exist. Collective; each rank sends 8 bytes.
     pub(super) fn check_sequences(&self, hash: u64) -> Result<(), EngineError> {
         let groups = std::iter::once(self.groups.tokens()).chain(self.stages());
         for group in groups.filter(|group| group.world_size() > 1) {

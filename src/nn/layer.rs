@@ -1,4 +1,17 @@
 //! The [`Layer`] trait.
+//!
+//! What lives between the passes, from the outside in:
+//!
+//! | type | holds |
+//! |---|---|
+//! | `LayerTape` (engine) | what the engine keeps of a layer: its input and [`Saved`], or a checkpoint, which may be offloaded |
+//! | [`Saved`] | the state of any layer, opaque to the engine |
+//! | `SavedBlock` (families) | that state of a family's block: its input, the `MixerSaved` of its token mixer, `BlockOutputs` |
+//! | `BlockOutputs` (families) | the outputs of a block's modules that its backward pass needs, and the state of its MLP |
+//! | `MixerKept` | what a token mixer's forward pass fills: `MixerSaved`, or only tensors for a checkpoint |
+//! | `MixerSaved` | the state of a token mixer of any kind: of one head chunk of attention, or of all heads |
+//! | `AttentionSaved` | that of a head chunk of self-attention: all, or output and lse only, as `Saves` says |
+//! | `SavedAttention` (kernels) | that of attention between exchanged q, k and v: these, the output and lse |
 
 use super::{AttentionMask, LayerContext, LayerError, ParallelStyle, ParameterSpec, TensorRank};
 use candle_core::Tensor;

@@ -12,7 +12,7 @@ use ulysses_kernels::embedding::{self, Ids};
 #[derive(Debug, Clone)]
 pub struct LearnedPositions {
     tokens: Embedding,
-    /// Those of the token embedding, then the positions, `[num_positions, hidden]`.
+    /// The parameters of the token embedding, then the positions, `[num_positions, hidden]`.
     parameters: Vec<ParameterSpec>,
 }
 
@@ -38,7 +38,7 @@ impl LearnedPositions {
         }
     }
 
-    /// Those of this rank's tokens.
+    /// The positions of this rank's tokens.
     fn positions(&self, ctx: &LayerContext) -> Result<Ids, LayerError> {
         if dry::is_dry() {
             return Ok(Ids::dry(ctx.batch() * ctx.seq_len_local()));

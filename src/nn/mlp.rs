@@ -279,7 +279,7 @@ impl MlpProjections {
     /// As Llama, with `gate_up_proj` for the first two.
     pub const FUSED: Self = Self::FusedGated(["mlp.gate_up_proj", "mlp.down_proj"]);
 
-    /// Those of gate and up.
+    /// The names of the projections of gate and up.
     fn gate_up(self) -> GroupNames<'static, 2> {
         match self {
             Self::Gated([gate, up, _]) => GroupNames::Each([gate, up]),

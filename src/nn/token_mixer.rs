@@ -63,7 +63,7 @@ impl MixerConfig {
         }
     }
 
-    /// That of one rank of tp, with its heads.
+    /// The config of the part that one rank of tp has, with its heads.
     ///
     /// # Errors
     /// Heads that cannot be divided over so many ranks; `layer` is the name for the error.

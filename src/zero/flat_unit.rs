@@ -285,7 +285,7 @@ impl FlatUnit {
 
 /// The placements of the flat unit's tensors in a dry run.
 impl FlatUnit {
-    /// Sets those of parameters and optimizer state that are new, each by the layout of its buffer.
+    /// Sets the placements of parameters and optimizer state that are new, each by the layout of its buffer.
     pub(super) fn place_state(&self, groups: &TrainingGroups, stage: ZeroStage) {
         let place = |tensor: &StateTensor, what: &str, buffer: Buffer| {
             let layout = groups.layout(buffer, stage, self.layout.division());
@@ -298,7 +298,7 @@ impl FlatUnit {
         self.state.iter().for_each(|state| place(state, "optimizer state", Buffer::OptimizerState));
     }
 
-    /// Those of the gradient; `None` for frozen parameters.
+    /// The placement of the gradient; `None` for frozen parameters.
     pub(super) fn placed_gradient(&self) -> Option<Placed> {
         let placed = match &self.gradients {
             None => return None,

@@ -31,7 +31,7 @@ pub struct ZeroOptimizer {
     pub(super) storage: Storage,
     /// The model's units, each with its entries of `flats`.
     pub(super) splits: Vec<UnitSplit>,
-    /// The flat units. None has both trained and frozen parameters, or both whole ones and shards of tp.
+    /// The flat units, each of parameters of one kind: of the eight of `unit_split.rs`.
     pub(super) flats: Vec<FlatUnit>,
     in_flight: Option<Reduction>,
     /// Maximum number of elements that one piece of an update on the host has.
@@ -194,8 +194,8 @@ impl ZeroOptimizer {
         self.stage
     }
 
-    /// The layouts of the flat units: for each unit that of its trained parameters, then that of its frozen
-    /// ones, as far as it has either.
+    /// The layouts of the flat units: for each unit those of its trained parameters, then those of its frozen ones, each
+    /// in the order of [`Division::ALL`](super::Division::ALL), as far as it has them.
     pub fn layouts(&self) -> impl Iterator<Item = &FlatLayout> {
         self.flats.iter().map(|flat| &flat.layout)
     }

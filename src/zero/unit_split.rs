@@ -1,14 +1,14 @@
 //! Separates the parameters of a unit that are treated differently, into flat units of their own: frozen ones have no
 //! gradient and no optimizer state; those that the ranks of tp divide are replicated over other ranks than whole ones, and tied
-//! ones are summed over the stages that have them.
+//! ones are summed over the stages that have them. That makes up to eight flat units, in this order: trained ones, then frozen ones, each
+//! in the order of [`Division::ALL`].
 
 use super::{Division, FlatLayout, FlatParameter};
 use std::ops::Range;
 
 /// The flat units that hold the parameters of one unit of the model.
 pub(crate) struct UnitSplit {
-    /// Indices of its flat units: first those of trained parameters, then those of frozen ones; of either, first that of
-    /// parameters which tp divides, last that of tied ones.
+    /// Indices of its flat units, one for each kind of parameters that it has, in the order above.
     pub(crate) flats: Range<usize>,
     places: Vec<Place>,
 }

@@ -53,10 +53,10 @@ pub(super) struct SavedBlock {
 /// The outputs of a block's modules that the backward pass needs.
 #[derive(Default)]
 pub(super) struct BlockOutputs {
-    /// The mixer's output, with `x` if nothing is between them, if the MLP's input follows from both.
+    /// If the MLP's input `mid` follows from it: `mid` itself if the mixer has added its output to `x`, else the mixer's output.
     pub(super) mixer: Option<Tensor>,
     pub(super) mlp_state: Option<MlpSaved>,
-    /// If its gradient depends on it.
+    /// The MLP's output, if the gradient of its branch depends on it.
     pub(super) mlp: Option<Tensor>,
 }
 

@@ -57,9 +57,9 @@ pub(super) fn gather_input(input: BranchInput<'_>, pass: &ForwardPass<'_>) -> Re
 
 /// The input of a branch's module, with what its gradient needs.
 pub(super) struct GatheredInput {
-    /// That of all tokens.
+    /// The input of all tokens.
     pub(super) all: Tensor,
-    /// That of this rank's tokens.
+    /// The input of this rank's tokens.
     own: Tensor,
     /// The reciprocal root mean squares of this rank's tokens.
     rstd: Tensor,

@@ -260,6 +260,9 @@ impl Block for DecoderLayer {
             true => mlp_branch.backward_join(|| mlp_output.ok_or_else(|| foreign(forward)), &dy, pass)?,
             false => dy.clone(),
         };
+        // Without tp, `dx` is the gradient of the branch's result. The MLP turns it into that of `mid`, and does not need `dy`: it joins
+        // its branch itself. With tp, `dx` and `dy` are one tensor: the gathered gradient of the MLP's output, which becomes that of its
+        // input.
         let run_mlp = |input: BranchInput<'_>, gradients: BranchGradients<'_>| {
             mlp.backward(input, mlp_state, gradients.dx, pass)
         };

@@ -71,11 +71,11 @@ pub struct AttentionConfig {
 /// The elements over which a norm of queries or keys is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QkNorm {
-    /// Those of each head; all heads have the same weights.
+    /// The elements of each head; all heads have the same weights.
     Head,
-    /// Those of all heads.
+    /// The elements of all heads.
     AllHeads,
-    /// Those of each head, without weights. It commutes with a rotation.
+    /// The elements of each head, without weights. It commutes with a rotation.
     HeadWithoutWeight,
 }
 

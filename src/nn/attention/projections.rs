@@ -5,9 +5,9 @@ use crate::nn::GroupNames;
 /// The projections of self-attention, by the names of their parameters.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionProjections {
-    /// Those of queries, keys and values.
+    /// The projections of queries, keys and values.
     pub qkv: QkvNames,
-    /// That of the output.
+    /// The projection of the output.
     pub o: &'static str,
     /// The norms of queries and keys, if there are any.
     pub qk_norms: [&'static str; 2],

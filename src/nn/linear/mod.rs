@@ -80,9 +80,9 @@ impl From<Init> for WeightSpec {
 /// The new weights of a module.
 #[derive(Debug, Clone, Copy)]
 pub struct ModuleWeights {
-    /// Those of the projections of its input.
+    /// The weights of the projections of its input.
     pub input: WeightSpec,
-    /// That of the projection of its output.
+    /// The weight of the projection of its output.
     pub output: WeightSpec,
 }
 

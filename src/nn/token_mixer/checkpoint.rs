@@ -103,8 +103,8 @@ impl TokenMixer {
         Ok(saved)
     }
 
-    /// Returns whether the checkpoint of a block whose MLP needs it has the output of an attention that is recomputed in head chunks, so that each chunk is
-    /// recomputed once and not twice.
+    /// Returns whether the checkpoint of a block also has the mixer's output, if the MLP's input follows from it: where attention is
+    /// recomputed in several head chunks. Else every chunk would be recomputed twice, for the MLP's input and in its own backward pass.
     pub fn checkpoint_has_output(&self, ctx: &LayerContext) -> bool {
         ctx.tiling().head_chunks > 1 && self.recomputes_chunks(ctx)
     }

@@ -12,7 +12,7 @@ use ulysses_kernels::lm_head_loss::{IGNORED, Labels, slice, validate_labels};
 pub(super) struct VocabSlice {
     /// Number of classes of the whole vocabulary.
     pub(super) vocab_size: usize,
-    /// Those of this rank.
+    /// The classes of this rank.
     pub(super) classes: Range<usize>,
     pub(super) tp: TensorRank,
 }
@@ -38,7 +38,7 @@ pub(super) struct Tile {
     pub(super) labels: Labels,
     /// The tokens, among those of all tiles.
     pub(super) tokens: Range<usize>,
-    /// Those of this rank, among those of the tile.
+    /// The tokens of this rank, among those of the tile.
     pub(super) own: Range<usize>,
 }
 

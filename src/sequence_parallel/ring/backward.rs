@@ -36,9 +36,9 @@ struct Underway {
 /// Sums of gradients that have arrived, until they are needed.
 #[derive(Default)]
 struct Arrived {
-    /// Those of the next block that this rank adds to.
+    /// The gradients of the next block that this rank adds to.
     passed: Option<Pair>,
-    /// Those of this rank's own block.
+    /// The gradients of this rank's own block.
     returned: Option<Pair>,
 }
 
