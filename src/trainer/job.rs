@@ -72,12 +72,14 @@ type AddObservers =
 /// It writes what the config asks for, that is checkpoints and the files of `tensorboard` and `csv_monitor`, and nothing
 /// else: other files are observers'. While it exists, it has the lock of its output directory.
 pub struct Job<R = JobRanks> {
-    ranks: R,
-    prepared: PreparedJob,
-    observers: Vec<AddObservers>,
-    has_output: bool,
-    /// Of the output directory, in the first process.
+    /// Of the output directory, in the first process. Dropped before `ranks`, so that the directory is free when another
+    /// process sees that this one has left.
     lock: Option<OutputLock>,
+    has_output: bool,
+    has_trained: bool,
+    observers: Vec<AddObservers>,
+    prepared: PreparedJob,
+    ranks: R,
 }
 
 /// The result of a job.
@@ -85,6 +87,8 @@ pub struct Job<R = JobRanks> {
 pub struct JobReport {
     /// The end of the run.
     pub train: TrainReport,
+    /// Whether the run was complete before this job, which then had nothing to do.
+    pub was_complete: bool,
     /// The output directory, if the config asks for files; without `ulysses.output` it is a new one, `runs/NAME-N`.
     pub output: Option<PathBuf>,
     /// Loss, throughput, traffic and memory of all ranks; its `verbose` has more.
@@ -101,6 +105,7 @@ pub struct JobReport {
 #[derive(Serialize, Deserialize)]
 struct RankReport {
     train: TrainReport,
+    was_complete: bool,
     totals: RunTotals,
     summary: RankSummary,
     comms: RankComms,
@@ -136,7 +141,8 @@ impl<R: BorrowMut<JobRanks>> Job<R> {
         let prepared = PreparedJob::new(joined, file, options);
         let mut prepared = joined.agree(prepared)?;
         prepared.decide_attention_output(joined)?;
-        Ok(Self { ranks, prepared, observers: Vec::new(), has_output: false, lock: None })
+        let (lock, observers) = (None, Vec::new());
+        Ok(Self { lock, has_output: false, has_trained: false, observers, prepared, ranks })
     }
 
     /// Calls `add` with the trainer of each rank before it trains, to add observers
@@ -185,12 +191,15 @@ impl<R: BorrowMut<JobRanks>> Job<R> {
         Ok(self.prepared.options.output.clone().unwrap_or_default())
     }
 
-    /// Trains on all ranks. Every process gets the results of all.
+    /// Trains on all ranks, once. Every process gets the results of all.
     ///
     /// # Errors
-    /// An output directory that cannot be used, or the failure of a rank. A checkpoint that does not fit the config is
-    /// [`JobError::Usage`].
+    /// An output directory that cannot be used, the failure of a rank, or a second call. A checkpoint that does not fit the
+    /// config is [`JobError::Usage`].
     pub fn train(&mut self) -> Result<JobReport, JobError> {
+        if std::mem::replace(&mut self.has_trained, true) {
+            return Err(JobError::run("a job trains once: `Job::train` was called before"));
+        }
         if self.prepared.writes_output() && !self.has_output {
             self.acquire_output(|| Ok(()))?;
         }
@@ -198,23 +207,23 @@ impl<R: BorrowMut<JobRanks>> Job<R> {
         prepared.log_planned_memory(ranks);
         let train = |rank: &RankContext, device| train(prepared, &self.observers, rank, device);
         let world_size = prepared.mesh.world_size();
-        let reports = ranks.launch(world_size, &prepared.launch, train)?;
+        let mut reports = ranks.launch(world_size, &prepared.launch, train)?;
+        let trace = reports.iter_mut().map(|report| std::mem::take(&mut report.trace)).collect();
         let first = reports.first().ok_or_else(|| JobError::run("a mesh has a rank"))?;
         let (train, totals) = (first.train.clone(), first.totals.clone());
         let mut report = JobReport {
             train,
+            was_complete: first.was_complete,
             output: prepared.options.output.clone(),
             summary: RunSummary { totals, ranks: Vec::new() },
             comms: Vec::new(),
             memory: Vec::new(),
-            trace: TraceData::default(),
+            trace,
         };
-        for RankReport { summary, comms, memory, trace, .. } in reports {
+        for RankReport { summary, comms, memory, .. } in reports {
             report.summary.ranks.push(summary);
             report.comms.push(comms);
             report.memory.push(memory);
-            report.trace.slices.extend(trace.slices);
-            report.trace.memory.extend(trace.memory);
         }
         Ok(report)
     }
@@ -233,13 +242,11 @@ fn train(
     let mut trainer = job.trainer(rank, device).map_err(|error| job.explain(error, None))?;
     trainer.observe(&mut memory);
     trainer.observe(&mut totals);
+    let was_complete = trainer.is_done();
     observers.iter().try_for_each(|add| add(job, &mut trainer)).map_err(TrainerError::Observer)?;
     // The last one, since observers may change the metrics.
-    let output = job
-        .options
-        .output
-        .as_ref()
-        .filter(|_| job.writes_event_files && rank.rank == 0 && !trainer.is_done());
+    let output =
+        job.options.output.as_ref().filter(|_| job.writes_event_files && rank.rank == 0 && !was_complete);
     if let Some(output) = output {
         trainer.observe(EventFiles::new(&job.config, output)?);
     }
@@ -249,5 +256,5 @@ fn train(
     let comms = comms::measure(job, &trainer, &summary);
     drop(trainer);
     let trace = job.tracer.as_ref().map(|tracer| tracer.take(rank.rank as u64)).unwrap_or_default();
-    Ok(RankReport { train, totals, summary, comms, memory: memory.finish(), trace })
+    Ok(RankReport { train, was_complete, totals, summary, comms, memory: memory.finish(), trace })
 }

@@ -20,9 +20,9 @@ pub(super) fn report(
     is_first: bool,
     is_verbose: bool,
 ) -> Result<(), Failure> {
-    let JobReport { summary, train, .. } = report;
+    let JobReport { summary, train, was_complete, .. } = report;
     let TrainReport { steps: step, last_step, stopped, evaluations, checkpoint, stopped_early } = train;
-    if summary.totals.steps == 0 {
+    if *was_complete {
         let reason = stopped_early
             .as_ref()
             .map_or_else(String::new, |reason| format!("; the run stopped early: {reason}"));

@@ -58,6 +58,7 @@ fn a_config_file_trains_with_observers_on_the_ranks_that_want_them() {
     let report = job.train().unwrap();
     let losses = losses.lock().unwrap();
     assert_eq!((report.train.steps, report.summary.ranks.len(), losses.len()), (4, 2, 4));
+    assert!(!report.was_complete, "it had steps to train");
     assert!(losses[3] < losses[0], "{losses:?}");
     assert_eq!(report.summary.totals.last_loss, Some((4, losses[3])));
     assert!(report.train.evaluations.best.is_some(), "it evaluates the held-out data");
@@ -91,6 +92,8 @@ fn flags_override_the_file() {
     let mut job = Job::new(&config_in(dir.path(), 4), options).unwrap();
     assert_eq!(job.prepared().config.mesh.sp_size, 2);
     assert_eq!(job.train().unwrap().train.steps, 1);
+    let again = job.train().expect_err("a second call").to_string();
+    assert!(again.starts_with("a job trains once"), "{again}");
 }
 
 #[test]
