@@ -38,18 +38,31 @@ pub(super) struct OperationId {
     pub(super) channel: OrderedChannel,
 }
 
+/// The storages that the other operations of a rank have published for peers to read. They are looked up when an operation asks:
+/// most polls advance nothing, and some backends publish nothing.
+pub(super) struct Published<'a> {
+    earlier: &'a [InFlight],
+    later: &'a [InFlight],
+}
+
+impl Published<'_> {
+    pub(super) fn contains(&self, storage: StorageId) -> bool {
+        let mut others = self.earlier.iter().chain(self.later);
+        others.any(|other| other.operation.published().contains(&storage))
+    }
+}
+
 /// An operation in progress on one rank.
 pub(super) trait Operation: Send + std::fmt::Debug {
     /// Its name in errors and reports.
     fn label(&self) -> &OpLabel;
 
-    /// Advances as far as possible without waiting. `published` are the storages that this
-    /// rank's other operations have published for peers to read.
-    fn advance(&mut self, published: &[StorageId]) -> Result<Progress, CommError>;
+    /// Advances as far as possible without waiting. `published` is of this rank's other operations.
+    fn advance(&mut self, published: &Published<'_>) -> Result<Progress, CommError>;
 
     /// Moves the data of an exchange or message on the CPU if all its ranks have posted it, and completes nothing. Returns whether
     /// later operations of the channel may do so.
-    fn pull_exchange(&mut self, _published: &[StorageId]) -> Result<bool, CommError> {
+    fn pull_exchange(&mut self, _published: &Published<'_>) -> Result<bool, CommError> {
         Ok(false)
     }
 
@@ -102,8 +115,8 @@ impl ProgressEngine {
             let progress = if blocked.contains(&channel) {
                 Progress::Blocked
             } else {
-                let published = self.published_by_others(index);
-                self.in_flight[index].operation.advance(&published)?
+                let (operation, published) = self.split_at(index);
+                operation.advance(&published)?
             };
             match progress {
                 Progress::Blocked => blocked.push(channel),
@@ -126,29 +139,30 @@ impl ProgressEngine {
             if blocked.contains(&channel) {
                 continue;
             }
-            let published = self.published_by_others(index);
-            if !self.in_flight[index].operation.pull_exchange(&published)? {
+            let (operation, published) = self.split_at(index);
+            if !operation.pull_exchange(&published)? {
                 blocked.push(channel);
             }
         }
         Ok(())
     }
 
-    fn published_by_others(&self, index: usize) -> Vec<StorageId> {
-        let others = self.in_flight.iter().enumerate().filter(|&(other, _)| other != index);
-        others.flat_map(|(_, other)| other.operation.published()).copied().collect()
+    /// Returns an operation, and what the others have published.
+    fn split_at(&mut self, index: usize) -> (&mut dyn Operation, Published<'_>) {
+        let (rest, later) = self.in_flight.split_at_mut(index + 1);
+        let (earlier, own) = rest.split_at_mut(index);
+        (&mut *own[0].operation, Published { earlier, later })
     }
+}
 
-    /// Drops all operations. Returns them.
-    #[cfg_attr(
-        not(feature = "mpi"),
-        allow(dead_code, reason = "after a failure, threads keep what peers may read")
-    )]
+/// For MPI. After a failure, threads keep what peers may read, and they are woken.
+#[cfg(feature = "mpi")]
+impl ProgressEngine {
+    /// Drops all operations. Returns their ids.
     pub(super) fn abandon(&mut self) -> Vec<OperationId> {
         self.in_flight.drain(..).map(|operation| operation.id).collect()
     }
 
-    #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "threads are woken"))]
     pub(super) fn is_empty(&self) -> bool {
         self.in_flight.is_empty()
     }

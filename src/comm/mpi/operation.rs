@@ -1,9 +1,8 @@
 //! An operation in progress: its messages, and the step that follows them.
 
 use super::transfers::{Members, Transfers};
-use crate::comm::buffer::StorageId;
 use crate::comm::diagnostics::{OpLabel, compare};
-use crate::comm::progress_engine::{Operation, Progress};
+use crate::comm::progress_engine::{Operation, Progress, Published};
 use crate::comm::{CallSignature, CommError};
 use std::fmt;
 use std::sync::Arc;
@@ -90,7 +89,7 @@ impl Operation for MpiOperation {
         self.transfers.label()
     }
 
-    fn advance(&mut self, _published: &[StorageId]) -> Result<Progress, CommError> {
+    fn advance(&mut self, _published: &Published<'_>) -> Result<Progress, CommError> {
         while self.transfers.settle(&self.members)? {
             let Some(step) = self.next.take() else {
                 self.transfers.count(&self.members);

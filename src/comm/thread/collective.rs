@@ -4,7 +4,7 @@ use super::communicator::{Communicator, Round, Stage};
 use super::peer_reader::PeerReader;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::diagnostics::OpLabel;
-use crate::comm::progress_engine::{Operation, Progress};
+use crate::comm::progress_engine::{Operation, Progress, Published};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use crate::comm::{CallSignature, CommError, Elements, Membership};
 use candle_core::{Device, Tensor};
@@ -97,7 +97,7 @@ impl Collective {
     }
 
     /// Moves this rank's data once all ranks have posted, and marks the stage that is then reached.
-    fn pull_and_mark(&mut self, published: &[StorageId]) -> Result<(), CommError> {
+    fn pull_and_mark(&mut self, published: &Published<'_>) -> Result<(), CommError> {
         self.round.compare(&self.label)?;
         self.wait_fences()?;
         let stage = self.pull(published)?;
@@ -105,7 +105,7 @@ impl Collective {
     }
 
     /// Moves this rank's data. Returns the stage that is then reached.
-    fn pull(&mut self, published: &[StorageId]) -> Result<Stage, CommError> {
+    fn pull(&mut self, published: &Published<'_>) -> Result<Stage, CommError> {
         match self.call {
             CallSignature::AllReduce { op, elements: Elements { count, .. } }
             | CallSignature::Reduce { op, elements: Elements { count, .. }, .. } => {
@@ -130,7 +130,7 @@ impl Collective {
         Ok(Stage::Done)
     }
 
-    fn pull_into_outputs(&self, published: &[StorageId]) -> Result<(), CommError> {
+    fn pull_into_outputs(&self, published: &Published<'_>) -> Result<(), CommError> {
         let targets = self.targets(published)?;
         let peer_reader = self.peer_reader();
         match &self.call {
@@ -163,9 +163,9 @@ impl Collective {
     /// The tensors to write: the outputs, or copies of those whose storage peers may be
     /// reading. Writing holds the storage's lock while it waits for the lock of a peer's
     /// storage, so writing into a published storage could deadlock in a cycle of ranks.
-    fn targets(&self, published: &[StorageId]) -> Result<Vec<Tensor>, CommError> {
+    fn targets(&self, published: &Published<'_>) -> Result<Vec<Tensor>, CommError> {
         let target = |output: &Tensor| {
-            if published.contains(&StorageId::of(output)) { copy_of(output) } else { Ok(output.clone()) }
+            if published.contains(StorageId::of(output)) { copy_of(output) } else { Ok(output.clone()) }
         };
         self.outputs.iter().map(target).collect()
     }
@@ -203,7 +203,7 @@ impl Operation for Collective {
         &self.label
     }
 
-    fn advance(&mut self, published: &[StorageId]) -> Result<Progress, CommError> {
+    fn advance(&mut self, published: &Published<'_>) -> Result<Progress, CommError> {
         if self.reached == Stage::Posted {
             if !self.round.all_at(Stage::Posted) {
                 return Ok(Progress::Blocked);
@@ -234,7 +234,7 @@ impl Operation for Collective {
         Ok(Progress::Complete)
     }
 
-    fn pull_exchange(&mut self, published: &[StorageId]) -> Result<bool, CommError> {
+    fn pull_exchange(&mut self, published: &Published<'_>) -> Result<bool, CommError> {
         let is_exchange = matches!(self.call, CallSignature::AllToAllStrided { .. });
         if self.reached == Stage::Posted
             && is_exchange

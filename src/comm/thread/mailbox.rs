@@ -3,7 +3,7 @@
 use super::communicator::{Communicator, TransferEnd, free_after};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::diagnostics::{OpLabel, compare_message};
-use crate::comm::progress_engine::{Operation, Progress};
+use crate::comm::progress_engine::{Operation, Progress, Published};
 use crate::comm::{CollectiveOp, CommError, Elements};
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
@@ -86,7 +86,7 @@ impl Operation for SendOperation {
         &self.label
     }
 
-    fn advance(&mut self, _published: &[StorageId]) -> Result<Progress, CommError> {
+    fn advance(&mut self, _published: &Published<'_>) -> Result<Progress, CommError> {
         if !self.message.taken.load(Ordering::SeqCst) {
             return Ok(Progress::WaitingForPeers);
         }
@@ -132,7 +132,7 @@ impl RecvOperation {
     }
 
     /// Takes the next message, if it has been sent. Returns whether the data is here.
-    fn receive(&mut self, published: &[StorageId]) -> Result<bool, CommError> {
+    fn receive(&mut self, published: &Published<'_>) -> Result<bool, CommError> {
         if self.has_data {
             return Ok(true);
         }
@@ -152,11 +152,11 @@ impl RecvOperation {
         Ok(true)
     }
 
-    fn take(&self, tensor: &Tensor, published: &[StorageId]) -> Result<(), CommError> {
+    fn take(&self, tensor: &Tensor, published: &Published<'_>) -> Result<(), CommError> {
         let (sent, expected) = (Elements::of(tensor), Elements::of(&self.output));
         compare_message(self.src, sent, self.rank, expected)
             .map_err(|divergence| divergence.error_in(&self.label))?;
-        if published.contains(&StorageId::of(&self.output)) {
+        if published.contains(StorageId::of(&self.output)) {
             // Peers are reading the output's storage: see `Collective::targets`.
             let between = copy_of(&self.output)?;
             copy_into(tensor, &between)?;
@@ -176,11 +176,11 @@ impl Operation for RecvOperation {
         &self.label
     }
 
-    fn advance(&mut self, published: &[StorageId]) -> Result<Progress, CommError> {
+    fn advance(&mut self, published: &Published<'_>) -> Result<Progress, CommError> {
         Ok(if self.receive(published)? { Progress::Complete } else { Progress::Blocked })
     }
 
-    fn pull_exchange(&mut self, published: &[StorageId]) -> Result<bool, CommError> {
+    fn pull_exchange(&mut self, published: &Published<'_>) -> Result<bool, CommError> {
         Ok(self.output.device().is_cpu() && self.receive(published)?)
     }
 
