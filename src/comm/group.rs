@@ -38,7 +38,9 @@ use std::sync::Arc;
 /// - Reductions add in rank order 0, 1, 2 …, so results are bit-identical on all
 ///   ranks and from run to run. (NCCL uses its own order: see [`ReduceOp`].)
 pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
-    /// Name and members of the group, and this rank's index among them.
+    /// Name and members of the group, and this rank's index among them. [`name`](Self::name), [`rank`](Self::rank),
+    /// [`global_ranks`](Self::global_ranks) and [`world_size`](Self::world_size) follow from it and must not be overridden: the
+    /// library uses either.
     fn membership(&self) -> &Membership;
 
     /// Group name used in messages and statistics, for example `"sp"`.

@@ -1,5 +1,6 @@
 //! Groups by name and ranks, and a rank's place in one.
 
+use super::CommError;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -46,18 +47,27 @@ impl Membership {
 
     /// Returns the place of this rank, which has the color `color`, in the group that a split gives that color: its ranks
     /// are ordered by key, then by rank. `places` are those of all ranks, in rank order.
+    ///
+    /// # Errors
+    /// This rank's own place has another color.
     pub(super) fn after_split(
         &self,
         name: &str,
         color: usize,
         places: impl IntoIterator<Item = SplitPlace>,
-    ) -> Self {
+    ) -> Result<Self, CommError> {
         let of_color = places.into_iter().enumerate().filter(|(_, place)| place.color == Some(color));
         let mut by_key: Vec<(usize, usize)> = of_color.map(|(rank, place)| (place.key, rank)).collect();
         by_key.sort_unstable();
-        let rank = by_key.iter().position(|(_, rank)| *rank == self.rank).unwrap_or(0);
+        let rank = by_key.iter().position(|(_, rank)| *rank == self.rank).ok_or_else(|| {
+            let Self { group, rank } = self;
+            CommError::Tensor(format!(
+                "split of group \"{}\": rank {rank} is not among the ranks of its color {color}",
+                group.name
+            ))
+        })?;
         let members = by_key.into_iter().map(|(_, rank)| self.group.members[rank]).collect();
-        Self::new(name, members, rank)
+        Ok(Self::new(name, members, rank))
     }
 }
 
@@ -72,9 +82,13 @@ mod tests {
         let split = |rank, color| {
             let child =
                 Membership::new("old", vec![10, 11, 12, 13, 14], rank).after_split("new", color, places);
-            (child.group.members.clone(), child.rank)
+            child.ok().map(|child| (child.group.members.clone(), child.rank))
         };
-        assert_eq!(split(2, 2), (vec![12], 0));
-        assert_eq!([0, 3, 4].map(|rank| split(rank, 9)), [1, 0, 2].map(|rank| (vec![13, 10, 14], rank)));
+        assert_eq!(split(2, 2), Some((vec![12], 0)));
+        assert_eq!(
+            [0, 3, 4].map(|rank| split(rank, 9)),
+            [1, 0, 2].map(|rank| Some((vec![13, 10, 14], rank)))
+        );
+        assert_eq!([split(1, 9), split(2, 9)], [None, None]);
     }
 }

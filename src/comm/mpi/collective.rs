@@ -30,7 +30,11 @@ fn reduce_into(
 ) -> Result<(), CommError> {
     let count = target.elem_count();
     let source = |rank: usize| {
-        if rank == members.rank { Ok(own.clone()) } else { part(received, rank * count..(rank + 1) * count) }
+        if rank == members.rank() {
+            Ok(own.clone())
+        } else {
+            part(received, rank * count..(rank + 1) * count)
+        }
     };
     let sources = (0..members.world_size()).map(source).collect::<Result<Vec<_>, _>>()?;
     Ok(reduce::reduce(op, &sources.iter().collect::<Vec<_>>(), 0, target)?)
@@ -60,7 +64,7 @@ pub(super) fn reduce_to(
     for peer in peers(members).filter(|&peer| is_target(root, peer)) {
         transfers.send(members, &tensor, peer)?;
     }
-    if !is_target(root, members.rank) {
+    if !is_target(root, members.rank()) {
         return Ok(None);
     }
     let staged = staging_buffer(members, count, &tensor)?;
@@ -89,7 +93,7 @@ fn reduce_in_chunks(
     root: Option<usize>,
 ) -> StepResult {
     let (ranks, count) = (members.world_size(), tensor.elem_count());
-    let own = all_reduce_chunk(ranks, members.rank, count);
+    let own = all_reduce_chunk(ranks, members.rank(), count);
     let staged = staging_buffer(members, own.len(), &tensor)?;
     let received = staged.tensor()?;
     for peer in peers(members) {
@@ -103,7 +107,7 @@ fn reduce_in_chunks(
         let reduced = staged_sum.tensor()?;
         reduce_into(members, op, &part(&tensor, own.clone())?, &received, &reduced)?;
         members.staging.recycle(staged);
-        let is_given_the_result = is_target(root, members.rank);
+        let is_given_the_result = is_target(root, members.rank());
         if is_given_the_result {
             copy_into(&reduced, &part(&tensor, own)?)?;
         }
@@ -138,7 +142,7 @@ pub(super) fn reduce_scatter(
         transfers.send(members, &part(&input, peer * count..(peer + 1) * count)?, peer)?;
     }
     Ok(Some(Step::last(move |members| {
-        let own = part(&input, members.rank * count..(members.rank + 1) * count)?;
+        let own = part(&input, members.rank() * count..(members.rank() + 1) * count)?;
         let is_shared = StorageId::of(&own) == StorageId::of(&output);
         let own = if is_shared { copy_of(&own)? } else { own };
         reduce_into(members, op, &own, &received, &output)?;
@@ -159,7 +163,7 @@ pub(super) fn all_gather(
         transfers.receive(members, &part(output, peer * count..(peer + 1) * count)?, peer)?;
         transfers.send(members, input, peer)?;
     }
-    copy_into(input, &part(output, members.rank * count..(members.rank + 1) * count)?)?;
+    copy_into(input, &part(output, members.rank() * count..(members.rank() + 1) * count)?)?;
     Ok(None)
 }
 
@@ -179,7 +183,7 @@ pub(super) fn all_to_all(
         transfers.receive(members, &part(output, of_rank(recv_counts, peer))?, peer)?;
         transfers.send(members, &part(input, of_rank(send_counts, peer))?, peer)?;
     }
-    let own = members.rank;
+    let own = members.rank();
     if send_counts[own] != recv_counts[own] {
         return Err(CommError::Tensor(format!(
             "the rank sends {} elements to itself but expects {}",
@@ -196,7 +200,7 @@ pub(super) fn broadcast(
     tensor: &Tensor,
     root: usize,
 ) -> StepResult {
-    if root == members.rank {
+    if root == members.rank() {
         peers(members).try_for_each(|peer| transfers.send(members, tensor, peer))?;
     } else {
         transfers.receive(members, tensor, root)?;

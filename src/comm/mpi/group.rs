@@ -133,7 +133,7 @@ impl ProcessGroup for MpiGroup {
             }
             CallSignature::AllToAll { .. } | CallSignature::Gather { .. } | CallSignature::Scatter { .. } => {
                 let input = copy_if_shared(&input, outputs)?;
-                let counts = signature.counts(self.members.rank, self.members.world_size());
+                let counts = signature.counts(self.members.rank(), self.members.world_size());
                 self.begin(signature, move |transfers, members| {
                     collective::all_to_all(transfers, members, &input, &output, &counts)
                 })
@@ -170,7 +170,7 @@ impl ProcessGroup for MpiGroup {
     ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
         let calls = self.agree_on_split(CallSignature::Split { name: name.into(), color, key })?;
         let places = calls.iter().map(CallSignature::split_place);
-        let child = color.map(|color| self.membership().after_split(name, color, places));
+        let child = color.map(|color| self.membership().after_split(name, color, places)).transpose()?;
         // MPI blocks in this call, but every rank has already joined the split. Colors and keys are
         // renumbered, since MPI's range is smaller: a color is that of one of its ranks.
         let color = child.as_ref().and_then(|child| child.group.members.iter().min().copied());

@@ -25,7 +25,7 @@ pub(super) fn receive(tensor: Tensor, from: usize) -> Step {
         transfers.expect_text(from);
         Ok(Some(Step::new(move |transfers, members| {
             let header = transfers.text_from(from);
-            check_header(&header, from, members.rank, &tensor, transfers.label())?;
+            check_header(&header, from, members.rank(), &tensor, transfers.label())?;
             transfers.next_phase();
             transfers.receive(members, &tensor, from)?;
             Ok(Some(Step::new(move |transfers, members| {

@@ -41,7 +41,7 @@ impl Step {
             }
             Ok(Some(Self::new(move |transfers, members| {
                 let calls = (0..members.world_size()).map(|rank| {
-                    if rank == members.rank {
+                    if rank == members.rank() {
                         return Ok(call.clone());
                     }
                     let reported = serde_json::from_slice(&transfers.text_from(rank));
@@ -66,7 +66,7 @@ impl fmt::Debug for Step {
 
 /// The other ranks of a group, starting with the next one, so that ranks do not all start with the same peer.
 pub(super) fn peers(members: &Members) -> impl Iterator<Item = usize> {
-    let (rank, ranks) = (members.rank, members.world_size());
+    let (rank, ranks) = (members.rank(), members.world_size());
     (1..ranks).map(move |distance| (rank + distance) % ranks)
 }
 

@@ -33,7 +33,7 @@ pub(super) fn all_to_all_strided(
     strided: StridedAllToAll,
 ) -> StepResult {
     let packed = strided.send(transfers, members)?;
-    let mut own = Some(strided.own_copies(members.rank)?);
+    let mut own = Some(strided.own_copies(members.rank())?);
     // Accumulated blocks are added in rank order, including the rank's own.
     if !strided.adds() {
         strided.copy(&[], &own.take().unwrap_or_default())?;
@@ -96,7 +96,7 @@ impl StridedAllToAll {
         let received = members.staging.alloc(staged, self.dtype)?;
         let (mut begin, mut copies) = (0, Vec::new());
         for (rank, blocks) in self.plan.recv.iter().enumerate() {
-            if rank == members.rank {
+            if rank == members.rank() {
                 copies.extend(own.as_mut().map(std::mem::take).unwrap_or_default());
                 continue;
             }

@@ -17,8 +17,6 @@ use ulysses_kernels::tensor::bytes;
 pub(super) struct Members {
     pub(super) communicator: Communicator,
     pub(super) membership: Membership,
-    /// This rank within the group.
-    pub(super) rank: usize,
     pub(super) traffic: Mutex<TrafficCounter>,
     pub(super) staging: Staging,
 }
@@ -26,8 +24,12 @@ pub(super) struct Members {
 impl Members {
     pub(super) fn new(communicator: Communicator, membership: Membership) -> Self {
         let traffic = Mutex::new(TrafficCounter::new(membership.world_size()));
-        let rank = membership.rank;
-        Self { communicator, membership, rank, traffic, staging: Staging::default() }
+        Self { communicator, membership, traffic, staging: Staging::default() }
+    }
+
+    /// This rank within the group.
+    pub(super) fn rank(&self) -> usize {
+        self.membership.rank
     }
 
     pub(super) fn world_size(&self) -> usize {
@@ -119,7 +121,7 @@ impl Transfers {
     /// Starts to send a contiguous tensor, which must not be written until the transfers are complete.
     pub(super) fn send(&mut self, members: &Members, tensor: &Tensor, to: usize) -> Result<(), CommError> {
         let (data, bytes) = (memory::source(tensor)?, bytes(tensor));
-        self.sent_bytes[to] += if to == members.rank { 0 } else { bytes as u64 };
+        self.sent_bytes[to] += if to == members.rank() { 0 } else { bytes as u64 };
         for begin in (0..bytes).step_by(MAX_MESSAGE_BYTES) {
             let length = MAX_MESSAGE_BYTES.min(bytes - begin);
             // SAFETY: the range is within the tensor, whose storage the transfer keeps until it is complete. The
@@ -140,7 +142,7 @@ impl Transfers {
         from: usize,
     ) -> Result<(), CommError> {
         let (data, bytes) = (memory::target(tensor)?, bytes(tensor));
-        self.received_bytes += if from == members.rank { 0 } else { bytes as u64 };
+        self.received_bytes += if from == members.rank() { 0 } else { bytes as u64 };
         for begin in (0..bytes).step_by(MAX_MESSAGE_BYTES) {
             let length = MAX_MESSAGE_BYTES.min(bytes - begin);
             // SAFETY: the range is within the tensor, whose storage the transfer keeps until it is complete, even

@@ -269,7 +269,7 @@ impl ProcessGroup for NcclGroup {
         self.0.own.adopt(&child)?;
         let place =
             |asked: &[i64]| SplitPlace { color: usize::try_from(asked[0]).ok(), key: asked[1] as usize };
-        let membership = self.membership().after_split(name, color, all.chunks(2).map(place));
+        let membership = self.membership().after_split(name, color, all.chunks(2).map(place))?;
         Ok(Some(Arc::new(NcclGroup::new(self.0.guard.clone(), child, membership))))
     }
 
@@ -278,6 +278,6 @@ impl ProcessGroup for NcclGroup {
     }
 
     fn abort(&self, reason: &str) {
-        self.0.own.fail_itself(reason.to_owned());
+        self.0.own.abort(reason.to_owned());
     }
 }

@@ -102,7 +102,7 @@ impl Drop for Inner {
             self.communicator.finalize(|| !has_failed());
         }
         if has_failed() {
-            self.own.abort();
+            self.own.abort_communicators();
         }
     }
 }
@@ -123,7 +123,7 @@ impl Inner {
         complete: impl FnOnce() -> Result<(), CommError> + Send + 'static,
     ) -> Pending {
         let failing = self.clone();
-        Pending::new(poll, complete, move |error| failing.own.fail_itself(error.to_string()))
+        Pending::new(poll, complete, move |error| failing.own.abort(error.to_string()))
     }
 
     /// Returns whether the GPU has completed an operation, or the rank has failed.

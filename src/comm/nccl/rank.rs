@@ -174,7 +174,7 @@ impl NcclRank {
     pub(super) fn adopt(&self, communicator: &Arc<Communicator>) -> Result<(), CommError> {
         self.communicators.lock().push(Arc::downgrade(communicator));
         if let Some(failure) = self.failure.get() {
-            self.abort();
+            self.abort_communicators();
             return Err(failure.clone());
         }
         Ok(())
@@ -226,17 +226,17 @@ impl NcclRank {
         if let Some(control) = self.control.lock().as_mut().filter(|_| is_first) {
             control.announce_failure(&failure);
         }
-        self.abort();
+        self.abort_communicators();
         failure
     }
 
     /// Fails the rank because of its own failure.
-    pub(super) fn fail_itself(&self, reason: String) {
+    pub(super) fn abort(&self, reason: String) {
         self.fail(CommError::PeerFailed { rank: self.rank, reason });
     }
 
     /// Aborts all communicators.
-    pub(super) fn abort(&self) {
+    pub(super) fn abort_communicators(&self) {
         let adopted: Vec<_> = self.communicators.lock().drain(..).collect();
         abort(&adopted.iter().filter_map(Weak::upgrade).collect::<Vec<_>>());
     }

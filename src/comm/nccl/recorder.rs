@@ -69,7 +69,6 @@ impl Recorder {
 #[cfg(test)]
 mod tests {
     use super::*;
-
     use crate::comm::CollectiveOp;
     use crate::comm::diagnostics::tests::{call as called, label};
 

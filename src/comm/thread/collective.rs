@@ -177,7 +177,7 @@ impl Collective {
             .map(|rank| Ok(self.round.posting_of(rank)?.call.split_place()))
             .collect::<Result<Vec<_>, CommError>>()?;
         let own = Membership { group: self.comm.label.clone(), rank: self.rank };
-        let Membership { group, rank } = own.after_split(name, *color, places);
+        let Membership { group, rank } = own.after_split(name, *color, places)?;
         let mut children = self.round.children.lock();
         let create = || Arc::new(Communicator::new(group, self.comm.world.clone()));
         let comm = children.entry(*color).or_insert_with(create).clone();
