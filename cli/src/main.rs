@@ -16,7 +16,6 @@ mod doctor;
 mod documented;
 mod eval;
 mod failure;
-#[cfg(unix)]
 mod launch;
 mod manual;
 mod mesh;
@@ -67,14 +66,11 @@ enum Command {
     /// Train a model from a DeepSpeed-style JSON config.
     Train(train::TrainArgs),
     /// Start the ranks of a job as processes, on this machine or on several, and restart them after a failure.
-    #[cfg(unix)]
     Launch(launch::LaunchArgs),
     /// End the processes of a job if `launch` is killed. Started by `launch`.
-    #[cfg(unix)]
     #[command(hide = true)]
     LaunchWatchdog(launch::WatchdogArgs),
     /// Tokenize for another process. Started by every command that reads text.
-    #[cfg(unix)]
     #[command(hide = true, name = Tokenizer::WORKER)]
     TokenizerWorker(sources::TokenizerArgs),
     /// Compare one batch on a mesh with the same batch on a single rank, or write its results to a file.
@@ -145,11 +141,8 @@ fn main() -> ExitCode {
 fn dispatch(command: Command, tracer: Option<Tracer>, ranks: &mut JobRanks) -> Result<(), Failure> {
     match command {
         Command::Train(args) => train::run(args, tracer, ranks),
-        #[cfg(unix)]
         Command::Launch(args) => launch::run(args),
-        #[cfg(unix)]
         Command::LaunchWatchdog(args) => launch::watch(&args),
-        #[cfg(unix)]
         Command::TokenizerWorker(args) => sources::serve_tokenizer(&args),
         Command::Verify(args) => verify::run(args, ranks),
         Command::Eval(args) => eval::run(args, ranks),

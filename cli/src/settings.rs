@@ -35,7 +35,6 @@ pub(crate) fn limit_candle_threads() {
 /// Catches the signal of a write beyond the file size limit (`ulimit -f`), so that the write fails with an error that
 /// names the file.
 pub(crate) fn survive_file_size_limit() {
-    #[cfg(unix)]
     if let Err(error) = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default()) {
         tracing::warn!("cannot catch SIGXFSZ: {error}");
     }
