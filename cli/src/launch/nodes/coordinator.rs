@@ -39,6 +39,17 @@ struct Failures {
     by_ranks: Option<String>,
 }
 
+impl Failures {
+    /// Notes the first report of a node, or one that allows no restart: its ranks may still run.
+    fn note(&mut self, report: NodeFailure) {
+        match self.reported.iter_mut().find(|earlier| earlier.node == report.node) {
+            None => self.reported.push(report),
+            Some(earlier) if report.final_exit_code.is_some() => *earlier = report,
+            Some(_) => {}
+        }
+    }
+}
+
 impl Coordinator {
     /// `missing` are the nodes that did not join.
     pub(super) fn new(endpoint: &NodeEndpoint, missing: &BTreeSet<usize>) -> Self {
@@ -75,9 +86,9 @@ impl Coordinator {
         }
         let start = self.start();
         for node in &self.nodes {
-            let is_new = self.failures.reported.iter().all(|failure| failure.node != *node);
-            let reported = read(nodes, &format!("failed/{start}/{node}")).filter(|_| is_new);
-            self.failures.reported.extend(reported);
+            if let Some(report) = read(nodes, &format!("failed/{start}/{node}")) {
+                self.failures.note(report);
+            }
         }
         if let Some(store) = rank_store {
             self.failures.first_rank = store.first_failed();
@@ -160,8 +171,12 @@ impl Coordinator {
             return Err(JobResult::stopped(exit_code));
         }
         let Some(reason) = self.failure() else { return Err(JobResult::stopped(0)) };
-        if let Some(exit_code) = self.failures.reported.iter().find_map(|failure| failure.final_exit_code) {
-            return Err(JobResult { exit_code, message: reason });
+        let mut reported = self.failures.reported.iter();
+        if let Some((exit_code, text)) =
+            reported.find_map(|report| Some((report.final_exit_code?, &report.text)))
+        {
+            let message = if reason.contains(text) { reason } else { format!("{reason}; {text}") };
+            return Err(JobResult { exit_code, message });
         }
         let (mut fewer, mut ranks) = (None, last.ranks.clone());
         if !self.failures.lost.is_empty() {
@@ -320,5 +335,29 @@ mod tests {
         coordinator.watch(&[LostNode { node: 1, loss: NodeLoss::Ended }], &mut nodes, None);
         let stop = nodes.get("stop/0").unwrap();
         assert!(stop.contains("node 1 (host unknown, ranks 2 to 3) left the job"), "{stop}");
+    }
+
+    #[test]
+    fn a_node_whose_ranks_cannot_be_ended_is_not_restarted() {
+        let (mut nodes, mut coordinator) = (NodeStore::alone().unwrap(), coordinator(&[]));
+        let job = JobSpec {
+            program: "sh".into(),
+            arguments: Vec::new(),
+            training: None,
+            max_restarts: 5,
+            min_nodes: 3,
+        };
+        nodes.set("failed/0/0", &text(&failure(0, 1)));
+        nodes.set("failed/0/1", &text(&failure(1, 2)));
+        coordinator.watch(&[], &mut nodes, None);
+        assert_eq!(nodes.get("stop/0").unwrap(), "rank 1 ended");
+        let hangs = "node 1 (n1): processes [7] have not ended";
+        let report = NodeFailure { node: 1, rank: None, text: hangs.to_owned(), final_exit_code: Some(1) };
+        nodes.set("failed/0/1", &text(&report));
+        (0..3).for_each(|node| nodes.set(&format!("ended/0/{node}"), &text(&Ended::Failed)));
+        coordinator.watch(&[], &mut nodes, None);
+        let plan = StartPlan::new(BTreeMap::from([(0, 2), (1, 2), (2, 2)]), Variation::default());
+        let result = coordinator.plan_after(&plan, &job, &nodes);
+        assert_eq!(result, Err(JobResult::failed(format!("rank 1 ended; {hangs}"))));
     }
 }

@@ -9,6 +9,11 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use ulysses::comm::host_name;
 
+/// Exit code of a job that failed.
+pub(super) const FAILED: u8 = 1;
+/// Exit code of a job whose arguments or config are refused.
+const REFUSED: u8 = 2;
+
 /// The host, capacity and settings of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct NodeInfo {
@@ -33,7 +38,7 @@ pub(super) struct StartPlan {
     pub(super) variation: Variation,
 }
 
-/// The first failure of a node.
+/// The first failure of a node, or a later one that allows no restart.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct NodeFailure {
     pub(super) node: usize,
@@ -88,7 +93,7 @@ impl StartPlan {
 
 impl NodeFailure {
     pub(super) fn new(node: usize, failure: &RankFailure) -> Self {
-        let final_exit_code = failure.is_usage().then_some(2);
+        let final_exit_code = failure.is_usage().then_some(REFUSED);
         Self { node, rank: failure.rank, text: failure.to_string(), final_exit_code }
     }
 }
@@ -100,18 +105,18 @@ impl JobResult {
     }
 
     pub(super) fn failed(message: String) -> Self {
-        Self { exit_code: 1, message }
+        Self { exit_code: FAILED, message }
     }
 
     pub(super) fn refused(message: String) -> Self {
-        Self { exit_code: 2, message }
+        Self { exit_code: REFUSED, message }
     }
 
     pub(super) fn into_result(self) -> Result<(), Failure> {
         match self.exit_code {
             0 => Ok(()),
-            1 => Err(Failure::Run(anyhow!(self.message))),
-            2 => Err(Failure::Usage(anyhow!(self.message))),
+            FAILED => Err(Failure::Run(anyhow!(self.message))),
+            REFUSED => Err(Failure::Usage(anyhow!(self.message))),
             exit_code => Err(Failure::Ended { exit_code }),
         }
     }
