@@ -256,5 +256,7 @@ fn malformed_host_files_are_refused_with_their_line() {
     launch(&["--hosts", "n0:x"]).assert_refused(2, &["--hosts n0:x: slots are `x`"]);
     launch(&["--hosts", "n0", "--nproc", "2"]).assert_refused(2, &["--nproc"]);
     launch(&["--hosts", "n0", "--rdzv-endpoint", "n0"]).assert_refused(2, &["--hosts"]);
-    launch(&["--nproc", "1", "--dry-run"]).assert_refused(2, &["--dry-run shows the command of mpirun"]);
+    let shows = "--dry-run shows the command of mpirun";
+    launch(&["--nproc", "1", "--dry-run"]).assert_refused(2, &[shows]);
+    launch(&["--rdzv-endpoint", "n0", "--node-rank", "0", "--dry-run"]).assert_refused(2, &[shows]);
 }
