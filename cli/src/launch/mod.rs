@@ -70,10 +70,10 @@ pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
     }
     let memory = keeps_copies.then(|| MemoryDir::in_directory(&args.memory_dir));
     let logs = args.log_dir.map(RankLogs::in_directory).transpose().or_usage()?;
-    let supervisor = Supervisor::new(Duration::from_secs(args.grace), memory, logs)?;
+    let mut supervisor = Supervisor::new(Duration::from_secs(args.grace), memory, logs)?;
     match uses_mpi {
-        true => mpi::run(&job, &supervisor, placement),
-        false => nodes::run(&job, &supervisor, meeting.as_ref(), num_processes),
+        true => mpi::run(&job, &mut supervisor, placement),
+        false => nodes::run(&job, &mut supervisor, meeting.as_ref(), num_processes),
     }
 }
 

@@ -3,7 +3,7 @@
 use super::memory_dir::{MEMORY_DIR_VARIABLE, MemoryDir};
 use super::mpi::mpirun::MpirunRanks;
 use super::output::{RankLogs, Source};
-use super::processes::{kill_marked_after, set_mark, signal_marked};
+use super::processes::{JobProcesses, Scope};
 use super::rank_failure::RankFailure;
 use super::running::{Running, drain_outputs};
 use super::signals::Signals;
@@ -61,29 +61,33 @@ impl Supervisor {
     /// Starts the watchdog, and then creates the directory for copies in memory.
     pub(super) fn new(
         grace: Duration,
-        memory: Option<MemoryDir>,
+        mut memory: Option<MemoryDir>,
         logs: Option<RankLogs>,
     ) -> Result<Self, Failure> {
         let watchdog = Watchdog::start(grace, memory.as_ref().map(MemoryDir::path)).or_run()?;
-        memory.as_ref().map_or(Ok(()), MemoryDir::create).or_usage()?;
+        memory.as_mut().map_or(Ok(()), MemoryDir::create).or_usage()?;
         Ok(Self { memory, watchdog, grace, logs: logs.map(Arc::new) })
     }
 
     /// Runs processes to their end. If one fails, here or on another machine, the others are stopped. `store` is that of the
     /// ranks, if this process hosts it.
     pub(super) fn run(
-        &self,
+        &mut self,
         commands: Vec<ProcessCommand>,
         store: Option<JobStore>,
         signals: &Signals,
         exchange: Exchange<'_>,
     ) -> anyhow::Result<Ended> {
+        if self.watchdog.has_ended() {
+            self.watchdog = Watchdog::start(self.grace, self.memory.as_ref().map(MemoryDir::path))?;
+        }
+        let job = self.watchdog.job();
         let mut start = Start { supervisor: self, processes: Vec::new(), store, requested: None };
         // If one cannot be started, dropping the start ends the others.
         for ProcessCommand { source, mut command } in commands {
             // A group of its own, so that a terminal's signals arrive only once, through this process.
-            command.process_group(self.watchdog.group().as_raw_pid());
-            set_mark(&mut command, self.watchdog.group());
+            command.process_group(job.group.as_raw_pid());
+            job.set_mark(&mut command);
             if let Some(memory) = &self.memory {
                 command.env(MEMORY_DIR_VARIABLE, memory.path());
             }
@@ -171,15 +175,21 @@ impl Start<'_> {
         })
     }
 
+    fn job(&self) -> &JobProcesses {
+        self.supervisor.watchdog.job()
+    }
+
     /// Ends what failed processes have left behind: it holds files and memory. The ranks of a killed `mpirun` also hold the
-    /// lock of the output directory, and may save. Other nodes get no messages meanwhile, so nothing else gets `grace`.
+    /// lock of the output directory, and may save. Other nodes get no messages meanwhile, so nothing else gets `grace`. What
+    /// a rank has detached from the group goes on.
     fn end_orphans(&self, grace: Duration) {
-        let group = self.supervisor.watchdog.group();
         let are_of_mpirun = self.processes.iter().any(|process| matches!(process.source, Source::Mpirun(_)));
         if are_of_mpirun {
-            signal_marked(group, Signal::TERM);
+            self.job().signal(Scope::All, Signal::TERM);
+            self.job().kill_after(Scope::All, grace);
+        } else {
+            self.job().kill_after(Scope::Group, Duration::ZERO);
         }
-        kill_marked_after(group, if are_of_mpirun { grace } else { Duration::ZERO });
     }
 
     fn running(&self) -> impl Iterator<Item = &Running> {
@@ -235,12 +245,13 @@ impl Start<'_> {
     fn send(&self, signal: Signal) {
         let watchdog = &self.supervisor.watchdog;
         watchdog.send(signal);
-        self.processes.iter().for_each(|process| process.send_outside(watchdog.group(), signal));
+        self.processes.iter().for_each(|process| process.send_outside(watchdog.job().group, signal));
     }
 
-    /// Kills all processes of the job, and those that have replaced their environment.
+    /// Kills all processes of the job, and those that have left the group and replaced their environment.
     fn kill(&mut self) {
-        signal_marked(self.supervisor.watchdog.group(), Signal::KILL);
+        self.job().signal(Scope::All, Signal::KILL);
+        self.processes.iter().for_each(|process| process.send_outside(self.job().group, Signal::KILL));
         let running = self.processes.iter_mut().filter(|process| process.status.is_none());
         running.for_each(|process| _ = process.child.kill());
     }
@@ -251,6 +262,7 @@ impl Drop for Start<'_> {
     fn drop(&mut self) {
         if self.running().next().is_some() {
             self.kill();
+            self.job().kill_after(Scope::All, Duration::ZERO);
         }
     }
 }

@@ -4,7 +4,7 @@
 //! the group before it executes its program, and inherits that end until then. So when the watchdog reads the end of
 //! the pipe, all children are in the group and have the mark of the job in their environment.
 
-use super::processes::kill_marked_after;
+use super::processes::{JobProcesses, Scope, unique_text};
 use crate::failure::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 use rustix::process::{Pid, Signal, getpgrp, kill_current_process_group, kill_process_group};
@@ -13,7 +13,12 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Interval between attempts to remove the directory.
+const REMOVE_INTERVAL: Duration = Duration::from_millis(50);
+/// Time for these attempts.
+const REMOVE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Signals that `launch` forwards to the group.
 pub(super) const FORWARDED_SIGNALS: [Signal; 3] = [Signal::INT, Signal::TERM, Signal::USR1];
@@ -23,6 +28,9 @@ pub(crate) struct WatchdogArgs {
     /// Seconds between SIGTERM and SIGKILL.
     #[arg(long)]
     grace: u64,
+    /// Mark of the processes of the job.
+    #[arg(long)]
+    mark: String,
     /// Directory to remove when `launch` has been killed.
     #[arg(long)]
     remove: Option<PathBuf>,
@@ -32,22 +40,23 @@ pub(crate) struct WatchdogArgs {
 pub(super) struct Watchdog {
     /// Its standard input is the pipe.
     process: Child,
-    group: Pid,
+    job: JobProcesses,
 }
 
 impl Watchdog {
     /// Starts a watchdog, which ignores the signals for its group. If `launch` is killed, it also removes a directory.
     pub(super) fn start(grace: Duration, removes: Option<&Path>) -> anyhow::Result<Self> {
+        let mark = unique_text();
         let mut command =
             Command::new(std::env::current_exe().context("cannot find the path of this program")?);
-        command.args(["launch-watchdog", "--grace", &grace.as_secs().to_string()]);
+        command.args(["launch-watchdog", "--grace", &grace.as_secs().to_string(), "--mark", &mark]);
         command.args(removes.map(|path| ["--remove".as_ref(), path.as_os_str()]).into_iter().flatten());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
         let mut process = command.spawn().context("cannot start the watchdog")?;
         let group = i32::try_from(process.id()).ok().and_then(Pid::from_raw);
         let is_ready = process.stdout.take().is_some_and(|mut pipe| pipe.read_exact(&mut [0]).is_ok());
         match group.filter(|_| is_ready) {
-            Some(group) => Ok(Self { process, group }),
+            Some(group) => Ok(Self { process, job: JobProcesses { group, mark } }),
             None => {
                 let status = process.kill().and_then(|()| process.wait()).context("watchdog")?;
                 Err(anyhow!("cannot start the watchdog: it ended with {status}"))
@@ -55,15 +64,20 @@ impl Watchdog {
         }
     }
 
-    /// Returns the process group of the job, and the mark of its processes.
-    pub(super) fn group(&self) -> Pid {
-        self.group
+    /// Returns the processes that it watches.
+    pub(super) fn job(&self) -> &JobProcesses {
+        &self.job
+    }
+
+    /// Returns whether something has killed it. No process can join its group then.
+    pub(super) fn has_ended(&mut self) -> bool {
+        !matches!(self.process.try_wait(), Ok(None))
     }
 
     /// Sends a signal to the process group of the job.
     pub(super) fn send(&self, signal: Signal) {
         // An error means that the group is empty.
-        let _ = kill_process_group(self.group, signal);
+        let _ = kill_process_group(self.job.group, signal);
     }
 }
 
@@ -83,9 +97,19 @@ pub(crate) fn watch(args: &WatchdogArgs) -> Result<(), Failure> {
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).or_run()?;
     // `mpirun` forwards this to its ranks.
     let _ = kill_current_process_group(Signal::TERM);
-    kill_marked_after(getpgrp(), Duration::from_secs(args.grace));
-    match args.remove.as_deref().map(std::fs::remove_dir_all) {
-        Some(Err(error)) if error.kind() != ErrorKind::NotFound => Err(error).or_run(),
-        _ => Ok(()),
+    let job = JobProcesses { group: getpgrp(), mark: args.mark.clone() };
+    job.kill_after(Scope::All, Duration::from_secs(args.grace));
+    args.remove.as_deref().map_or(Ok(()), remove).or_run()
+}
+
+/// Removes a directory. Processes that are just ending may still be writing into it.
+fn remove(directory: &Path) -> std::io::Result<()> {
+    let deadline = Instant::now() + REMOVE_TIMEOUT;
+    loop {
+        match std::fs::remove_dir_all(directory) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            Err(_) if Instant::now() < deadline => std::thread::sleep(REMOVE_INTERVAL),
+            result => return result,
+        }
     }
 }

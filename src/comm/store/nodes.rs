@@ -1,4 +1,4 @@
-//! The store of the launchers of a job on several machines, one per node. Node 0 hosts it.
+//! The store of the launchers of a job, one per node. Node 0 hosts it; on one machine it is alone there.
 //!
 //! Every launcher sends a heartbeat each second. One that is silent for too long is lost, as is one whose connection
 //! ends: a machine that loses its power or its network closes no connection.

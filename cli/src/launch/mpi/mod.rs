@@ -29,7 +29,7 @@ pub(in crate::launch) fn print_command(job: &JobSpec, placement: &Placement) -> 
 /// Runs a job, with restarts.
 pub(in crate::launch) fn run(
     job: &JobSpec,
-    supervisor: &Supervisor,
+    supervisor: &mut Supervisor,
     mut placement: Placement,
 ) -> Result<(), Failure> {
     check(job, &placement)?;
@@ -51,7 +51,10 @@ pub(in crate::launch) fn run(
         let failure = match (ended.or_run()?, failure) {
             (Ended::Failed, Some(failure)) => with_host(failure, &used),
             (Ended::Stopped(exit_code), _) => return Err(Failure::Ended { exit_code }),
-            _ => return Ok(()),
+            (Ended::Done, _) => return Ok(()),
+            (Ended::Failed, None) => {
+                return Err(Failure::Run(anyhow!("mpirun failed for an unknown reason")));
+            }
         };
         let lost = match (&placement, &probe) {
             (Placement::Hosts(hosts), Some(probe)) => probe.lost_since(hosts),

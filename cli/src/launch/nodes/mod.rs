@@ -1,12 +1,13 @@
 //! Jobs whose ranks `launch` starts itself, with one launcher on each machine (torchrun's agents).
 //!
-//! The launchers meet in a store that node 0 hosts; on one machine, it is alone there. Node 0 plans each start (`coordinator.rs`): which node runs which
-//! ranks, and on which mesh. Each launcher starts its ranks, reports the first that fails and how all ended, and stops
-//! its ranks when node 0 says that another node failed. When all have ended, node 0 plans the next start or the end.
+//! The launchers meet in a store that node 0 hosts; on one machine, it is alone there. Node 0 plans each start
+//! (`coordinator.rs`): which node runs which ranks, and on which mesh. Each launcher starts its ranks, reports the first
+//! that fails and how all ended, and stops its ranks when node 0 says that another node failed. When all have ended, node
+//! 0 plans the next start or the end.
 //!
 //! Keys: `node/N` the host, number of processes and settings of node N; `plan/K` start K; `failed/K/N` the first failed
-//! rank of node N; `stop/K` the reason to stop all ranks; `ended/K/N` how the ranks of node N ended; `result` the result
-//! of the job.
+//! rank of node N, or why its launcher failed; `stop/K` the reason to stop all ranks; `ended/K/N` how the ranks of node N
+//! ended; `result` the result of the job.
 
 mod coordinator;
 mod messages;
@@ -20,7 +21,7 @@ use crate::failure::{Failure, OrFail};
 use crate::output::log_line;
 use anyhow::{Context, anyhow};
 use coordinator::Coordinator;
-use messages::{JobResult, NodeFailure, NodeInfo, StartPlan};
+use messages::{FAILED, JobResult, NodeFailure, NodeInfo, StartPlan};
 use serde::{Serialize, de::DeserializeOwned};
 use std::process::Command;
 use std::time::Duration;
@@ -40,13 +41,13 @@ pub(super) struct Meeting {
 /// Runs this node's part of a job, with `num_processes` ranks. Without a meeting, that is the whole job.
 pub(super) fn run(
     job: &JobSpec,
-    supervisor: &Supervisor,
+    supervisor: &mut Supervisor,
     meeting: Option<&Meeting>,
     num_processes: usize,
 ) -> Result<(), Failure> {
-    let mut node = Node::join(job, supervisor, meeting, num_processes)?;
+    let mut node = Node::join(job, meeting, num_processes)?;
     let signals = Signals::watch().or_run()?;
-    let result = node.run(&signals);
+    let result = node.run(supervisor, &signals);
     if let Ok(result) = &result {
         node.conclude(result);
     }
@@ -57,7 +58,6 @@ pub(super) fn run(
 /// A launcher's view of the job.
 struct Node<'a> {
     job: &'a JobSpec,
-    supervisor: &'a Supervisor,
     store: NodeStore,
     endpoint: NodeEndpoint,
     /// The name of this machine in messages, if the job has a meeting.
@@ -72,12 +72,7 @@ struct Node<'a> {
 
 impl<'a> Node<'a> {
     /// Meets the launchers of the other nodes, if there are any.
-    fn join(
-        job: &'a JobSpec,
-        supervisor: &'a Supervisor,
-        meeting: Option<&Meeting>,
-        num_processes: usize,
-    ) -> Result<Self, Failure> {
+    fn join(job: &'a JobSpec, meeting: Option<&Meeting>, num_processes: usize) -> Result<Self, Failure> {
         let (mut store, endpoint) = match meeting {
             Some(Meeting { endpoint, join_timeout, max_silence }) => {
                 let lookup = |name: &str| std::env::var(name).ok();
@@ -93,13 +88,13 @@ impl<'a> Node<'a> {
         store.set(&format!("node/{}", endpoint.node), &text(&info));
         let coordinator = (endpoint.node == 0).then(|| Coordinator::new(&endpoint, &store.missing()));
         let host_name = meeting.map(|_| info.host);
-        Ok(Self { job, supervisor, store, endpoint, host_name, start: 0, coordinator, is_alone: None })
+        Ok(Self { job, store, endpoint, host_name, start: 0, coordinator, is_alone: None })
     }
 
-    fn run(&mut self, signals: &Signals) -> Result<JobResult, Failure> {
+    fn run(&mut self, supervisor: &mut Supervisor, signals: &Signals) -> Result<JobResult, Failure> {
         loop {
             let Some(plan) = self.next_plan(signals)? else { return self.result() };
-            let ended = self.run_ranks(&plan, signals);
+            let ended = self.run_ranks(&plan, supervisor, signals);
             if self.is_alone.is_some() {
                 return self.result();
             }
@@ -112,18 +107,18 @@ impl<'a> Node<'a> {
     fn next_plan(&mut self, signals: &Signals) -> Result<Option<StartPlan>, Failure> {
         loop {
             self.exchange(None, None);
+            if let Some(coordinator) = &mut self.coordinator {
+                coordinator.decide(self.job, &mut self.store);
+            }
+            // A signal that comes after the end of the job does not change its result.
+            if self.is_alone.is_some() || self.store.get("result").is_some() {
+                return Ok(None);
+            }
             if let Some(signal) = signals.take().first() {
                 // No rank runs.
                 let exit_code = 128 + signal.as_raw() as u8;
                 self.conclude(&JobResult::stopped(exit_code));
                 return Err(Failure::Ended { exit_code });
-            }
-            if self.is_alone.is_some() || self.store.get("result").is_some() {
-                return Ok(None);
-            }
-            if let Some(mut coordinator) = self.coordinator.take() {
-                coordinator.decide(self.job, &mut self.store);
-                self.coordinator = Some(coordinator);
             }
             if let Some(plan) = read::<StartPlan>(&self.store, &format!("plan/{}", self.start)) {
                 return Ok(Some(plan));
@@ -153,8 +148,8 @@ impl<'a> Node<'a> {
     }
 
     /// Runs this node's ranks of a start to their end.
-    fn run_ranks(&mut self, plan: &StartPlan, signals: &Signals) -> Ended {
-        let (node, supervisor) = (self.endpoint.node, self.supervisor);
+    fn run_ranks(&mut self, plan: &StartPlan, supervisor: &mut Supervisor, signals: &Signals) -> Ended {
+        let node = self.endpoint.node;
         if let Some(restart) = &plan.variation.restart
             && node != 0
         {
@@ -172,7 +167,7 @@ impl<'a> Node<'a> {
                 Some(host) => format!("node {node} ({host}): {error:#}"),
                 None => format!("{error:#}"),
             };
-            self.report(&NodeFailure { node, rank: None, text, final_exit_code: Some(1) });
+            self.report(&NodeFailure { node, rank: None, text, final_exit_code: Some(FAILED) });
             Ended::Failed
         })
     }
