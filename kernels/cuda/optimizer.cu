@@ -103,7 +103,8 @@ __device__ __forceinline__ void step(u64 len, const Rule &rule, const float *gra
 
 }  // namespace
 
-// The kernels of rules by the number of their state tensors.
+// The kernels of rules by the number of their state tensors. Parameters come as `src/optimizer/elementwise.rs` passes
+// them: the updated tensors in the order of the rule's `TENSORS`, the gradient, the number of elements, the constants.
 #define STEP_0(name, Rule)                                                                                        \
     KERNEL(name, float *__restrict__ param, const float *__restrict__ grad, u64 len, BY_VALUE(Rule) rule) {       \
         step(len, rule, grad, param);                                                                             \
@@ -121,8 +122,8 @@ __device__ __forceinline__ void step(u64 len, const Rule &rule, const float *gra
         step(len, rule, grad, param, state0, state1);                                                             \
     }
 
-STEP_2(adamw_step, AdamW)
-STEP_0(sgd_step, Sgd)
-STEP_1(sgd_step_with_momentum, Sgd)
-STEP_1(lion_step, Lion)
-STEP_1(adagrad_step, Adagrad)
+STEP_2(adamw_step, AdamW)            // exp_avg, exp_avg_sq
+STEP_0(sgd_step, Sgd)                // no state
+STEP_1(sgd_step_with_momentum, Sgd)  // momentum_buffer
+STEP_1(lion_step, Lion)              // exp_avg
+STEP_1(adagrad_step, Adagrad)        // state_sum

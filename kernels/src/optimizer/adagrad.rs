@@ -18,7 +18,7 @@ use candle_core::Tensor;
 pub struct AdagradParams {
     /// The step, with its learning rate before `lr_decay`.
     pub step: Step,
-    /// The learning rate is divided by 1 + (t − 1) · lr_decay; 0 for none.
+    /// The learning rate is divided by 1 + (t − 1) · lr_decay. At least 0; 0 for none.
     pub lr_decay: f64,
     /// Added to the root of the sum of squares.
     pub eps: f64,

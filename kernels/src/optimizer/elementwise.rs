@@ -12,7 +12,7 @@ use rayon::prelude::*;
 /// An optimizer that treats every element independently. A step updates `T` tensors: the parameters and `T −
 /// 1` of state.
 pub(super) trait Rule<const T: usize>: Copy {
-    /// Name of the function for errors.
+    /// Name of the op for errors.
     const OP: &'static str;
     /// The entry point in `cuda/optimizer.cu`.
     const KERNEL: &'static str;

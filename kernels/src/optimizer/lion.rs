@@ -17,9 +17,9 @@ use candle_core::Tensor;
 pub struct LionParams {
     /// The step, with its learning rate: the distance that every parameter moves.
     pub step: Step,
-    /// Weight of the momentum against the gradient in the direction of this step.
+    /// Weight of the momentum against the gradient in the direction of this step, at least 0 and below 1.
     pub beta1: f64,
-    /// Decay of the momentum.
+    /// Decay of the momentum, at least 0 and below 1.
     pub beta2: f64,
     /// Weight decay, decoupled: parameters shrink by lr · weight_decay.
     pub weight_decay: f64,

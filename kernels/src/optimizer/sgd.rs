@@ -16,9 +16,9 @@ use candle_core::Tensor;
 pub struct SgdParams {
     /// The step, with its learning rate.
     pub step: Step,
-    /// Decay of the momentum buffer; with 0 there is no buffer.
+    /// Decay of the momentum buffer, at least 0. With 0 there need not be a buffer, otherwise a missing one is an error.
     pub momentum: f64,
-    /// Nesterov's look-ahead: the update is g + momentum · buffer.
+    /// Nesterov's look-ahead: the update is g + momentum · buffer. Only with a positive momentum.
     pub nesterov: bool,
     /// Added to the gradient as weight_decay · parameter.
     pub weight_decay: f64,

@@ -26,9 +26,9 @@ use candle_core::Tensor;
 pub struct LambParams {
     /// The step, with its learning rate.
     pub step: Step,
-    /// Decay of the mean of gradients.
+    /// Decay of the mean of gradients, at least 0 and below 1.
     pub beta1: f64,
-    /// Decay of the mean of squared gradients.
+    /// Decay of the mean of squared gradients, at least 0 and below 1.
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
