@@ -13,17 +13,43 @@ pub(super) struct Dims {
     pub(super) head_dim: usize,
 }
 
-impl Dims {
-    /// Those of an output `[b, sq, hq, d]`, without its keys.
-    pub(super) fn from_output(o: &Tensor) -> Result<Self> {
+/// The sizes of an output, which are those of the queries.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct OutputDims {
+    pub(super) batch: usize,
+    pub(super) num_queries: usize,
+    pub(super) num_heads: usize,
+    pub(super) head_dim: usize,
+}
+
+impl OutputDims {
+    /// Those of `o [b, sq, hq, d]`.
+    pub(super) fn new(o: &Tensor) -> Result<Self> {
         let (batch, num_queries, num_heads, head_dim) = o.dims4()?;
-        let head_dim = head_dim.max(1);
-        Ok(Self { batch, num_queries, num_keys: 0, num_heads, num_kv_heads: 0, head_dim })
+        Ok(Self { batch, num_queries, num_heads, head_dim: head_dim.max(1) })
+    }
+
+    /// `[b, sq, hq, d]`
+    pub(super) fn shape(self) -> [usize; 4] {
+        [self.batch, self.num_queries, self.num_heads, self.head_dim]
+    }
+
+    /// `[b, hq, sq]`
+    pub(super) fn row_shape(self) -> [usize; 3] {
+        [self.batch, self.num_heads, self.num_queries]
+    }
+}
+
+impl Dims {
+    /// Those of the output.
+    pub(super) fn output(&self) -> OutputDims {
+        let Self { batch, num_queries, num_heads, head_dim, .. } = *self;
+        OutputDims { batch, num_queries, num_heads, head_dim }
     }
 
     /// `[b, sq, hq, d]`
     pub(super) fn q_shape(&self) -> [usize; 4] {
-        [self.batch, self.num_queries, self.num_heads, self.head_dim]
+        self.output().shape()
     }
 
     /// `[b, skv, hkv, d]`
@@ -33,6 +59,6 @@ impl Dims {
 
     /// `[b, hq, sq]`
     pub(super) fn row_shape(&self) -> [usize; 3] {
-        [self.batch, self.num_heads, self.num_queries]
+        self.output().row_shape()
     }
 }

@@ -3,7 +3,7 @@
 use super::{
     AttentionError,
     cuda::{self, Tiling},
-    dims::Dims,
+    dims::OutputDims,
     fused, on_cpu,
     operands::{Gradients, Operands, Problem, Upstream, expect},
 };
@@ -54,15 +54,15 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
 /// As [`forward`].
 pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionError> {
     let call = ArgCheck::new("attention::delta");
-    let dims = Dims::from_output(o)?;
-    expect(call, &dims.q_shape(), &[("o", o), ("dout", dout)])?;
+    let dims = OutputDims::new(o)?;
+    expect(call, &dims.shape(), &[("o", o), ("dout", dout)])?;
     expect(call, &dims.row_shape(), &[("delta", delta)])?;
     let target = call.elementwise(&[("delta", delta)], &[("o", o), ("dout", dout)])?;
     call.element_type(&[("o", o), ("dout", dout)], &[("delta", delta)])?;
     match target {
-        Target::Cpu => on_cpu::delta(call, o, dout, delta, &dims)?,
+        Target::Cpu => on_cpu::delta(call, o, dout, delta, dims)?,
         Target::Dry(_) => {}
-        Target::Kernels(launcher) => call.kernels(cuda::delta(&launcher, o, dout, delta, &dims))?,
+        Target::Kernels(launcher) => call.kernels(cuda::delta(&launcher, o, dout, delta, dims))?,
     }
     Ok(())
 }
@@ -79,15 +79,15 @@ pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionE
 /// As [`forward`].
 pub fn merge(o: &Tensor, lse: &Tensor, part: &Tensor, part_lse: &Tensor) -> Result<(), AttentionError> {
     let call = ArgCheck::new("attention::merge");
-    let dims = Dims::from_output(o)?;
-    expect(call, &dims.q_shape(), &[("o", o), ("part", part)])?;
+    let dims = OutputDims::new(o)?;
+    expect(call, &dims.shape(), &[("o", o), ("part", part)])?;
     expect(call, &dims.row_shape(), &[("lse", lse), ("part_lse", part_lse)])?;
     let target = call.elementwise(&[("o", o), ("lse", lse)], &[("part", part), ("part_lse", part_lse)])?;
     call.element_type(&[("part", part)], &[("o", o), ("lse", lse), ("part_lse", part_lse)])?;
     match target {
-        Target::Cpu => on_cpu::merge(call, o, lse, part, part_lse, &dims)?,
+        Target::Cpu => on_cpu::merge(call, o, lse, part, part_lse, dims)?,
         Target::Dry(_) => {}
-        Target::Kernels(launcher) => call.kernels(cuda::merge(&launcher, o, lse, part, part_lse, &dims))?,
+        Target::Kernels(launcher) => call.kernels(cuda::merge(&launcher, o, lse, part, part_lse, dims))?,
     }
     Ok(())
 }
@@ -116,10 +116,10 @@ pub fn backward(
     let outputs = [("dq", dq), ("dk", dk), ("dv", dv)];
     let elements = [("q", q), ("k", k), ("v", v), ("dout", dout)];
     let sums = [("lse", lse), ("delta", delta)];
-    expect(call, &problem.dims.q_shape(), &elements[3..])?;
+    expect(call, &problem.dims.q_shape(), &[("dout", dout)])?;
     expect(call, &problem.dims.row_shape(), &sums)?;
-    expect(call, &problem.dims.q_shape(), &outputs[..1])?;
-    expect(call, &problem.dims.kv_shape(), &outputs[1..])?;
+    expect(call, &problem.dims.q_shape(), &[("dq", dq)])?;
+    expect(call, &problem.dims.kv_shape(), &[("dk", dk), ("dv", dv)])?;
     let target = call.target(&outputs, &[&elements[..], &sums].concat())?;
     call.element_type(&[&elements[..], &outputs].concat(), &sums)?;
     report_flops(&problem, true);

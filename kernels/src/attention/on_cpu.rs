@@ -2,7 +2,11 @@
 
 use super::cpu::{self, Heads, InBf16, InF32, InPairs, Precision};
 use super::operands::{Gradients, Operands, Problem, Upstream};
-use super::{AttentionError, dims::Dims};
+use super::{
+    AttentionError,
+    dims::{Dims, OutputDims},
+};
+use crate::OpError;
 use crate::arg_check::ArgCheck;
 use crate::cast::{Float, convert, with_element_type};
 use crate::device::dry::DryCpu;
@@ -11,24 +15,13 @@ use candle_core::{DType, Tensor};
 
 type Result<T> = std::result::Result<T, AttentionError>;
 
-/// Evaluates `$run` with the [`Precision`] `$T` and its kernel: bf16 matmuls by `$kernel`, or f32 matmuls.
-macro_rules! with_precision {
-    ($kernel:ident, $dtype:expr, $T:ident => $run:expr) => {
+/// Calls `$run` with the [`Precision`] of the matmuls and its kernel: in bf16 by `$kernel`, or in f32.
+macro_rules! in_precision {
+    ($kernel:expr, $dtype:expr, $run:ident($($argument:expr),+)) => {
         match $kernel {
-            Some(Kernel::Avx512) => {
-                type $T = InPairs;
-                let $kernel = ();
-                $run
-            }
-            Some($kernel) => {
-                type $T = InBf16;
-                $run
-            }
-            None => with_element_type!($dtype, E => {
-                type $T = InF32<E>;
-                let $kernel = ();
-                $run
-            }),
+            Some(Kernel::Avx512) => $run::<InPairs>((), $($argument),+),
+            Some(kernel) => $run::<InBf16>(kernel, $($argument),+),
+            None => with_element_type!($dtype, E => $run::<InF32<E>>((), $($argument),+)),
         }
     };
 }
@@ -41,14 +34,21 @@ pub(super) fn forward(
     o: &Tensor,
     lse: &Tensor,
 ) -> Result<()> {
+    Ok(in_precision!(kernel, problem.dtype(), forward_with(call, problem, o, lse))?)
+}
+
+fn forward_with<T: Precision>(
+    kernel: T::Kernel,
+    call: ArgCheck,
+    problem: &Problem<'_>,
+    o: &Tensor,
+    lse: &Tensor,
+) -> std::result::Result<(), OpError> {
     let Operands { q, k, v, .. } = problem.operands;
-    with_precision!(kernel, problem.dtype(), T => {
-        call.on_cpu([q, k, v], [o], |[q, k, v]: [&[<T as Precision>::Element]; 3], [o]| {
-            let problem = on_slices::<T>(problem, kernel, q, k, v);
-            call.on_cpu([], [lse], |[], [lse]| cpu::forward(&problem, o, lse))
-        })?
-    })?;
-    Ok(())
+    call.on_cpu([q, k, v], [o], |[q, k, v]: [&[T::Element]; 3], [o]| {
+        let problem = on_slices::<T>(problem, kernel, q, k, v);
+        call.on_cpu([], [lse], |[], [lse]| cpu::forward(&problem, o, lse))
+    })?
 }
 
 /// As [`forward`].
@@ -59,24 +59,38 @@ pub(super) fn backward(
     upstream: &Upstream<'_>,
     gradients: &Gradients<'_>,
 ) -> Result<()> {
+    Ok(in_precision!(kernel, problem.dtype(), backward_with(call, problem, upstream, gradients))?)
+}
+
+fn backward_with<T: Precision>(
+    kernel: T::Kernel,
+    call: ArgCheck,
+    problem: &Problem<'_>,
+    upstream: &Upstream<'_>,
+    gradients: &Gradients<'_>,
+) -> std::result::Result<(), OpError> {
     let Operands { q, k, v, .. } = problem.operands;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
-    with_precision!(kernel, problem.dtype(), T => {
-        call.on_cpu([q, k, v, dout], [dq, dk, dv], |inputs, [dq, dk, dv]| {
-            let [q, k, v, dout]: [&[<T as Precision>::Element]; 4] = inputs;
-            let problem = on_slices::<T>(problem, kernel, q, k, v);
-            call.on_cpu([lse, delta], [], |[lse, delta], []| {
-                let upstream = cpu::Upstream { dout: queries(&problem.dims, dout), lse, delta };
-                in_f32(dq, |dq| cpu::backward(&problem, &upstream, cpu::Gradients { dq, dk, dv }));
-            })
-        })?
-    })?;
-    Ok(())
+    call.on_cpu([q, k, v, dout], [dq, dk, dv], |inputs, [dq, dk, dv]| {
+        let [q, k, v, dout]: [&[T::Element]; 4] = inputs;
+        let problem = on_slices::<T>(problem, kernel, q, k, v);
+        call.on_cpu([lse, delta], [], |[lse, delta], []| {
+            let dout = queries(problem.dims.output(), dout);
+            let upstream = cpu::Upstream { dout, lse, delta };
+            in_f32(dq, |dq| cpu::backward(&problem, &upstream, cpu::Gradients { dq, dk, dv }));
+        })
+    })?
 }
 
 /// See [`super::delta`].
-pub(super) fn delta(call: ArgCheck, o: &Tensor, dout: &Tensor, delta: &Tensor, dims: &Dims) -> Result<()> {
+pub(super) fn delta(
+    call: ArgCheck,
+    o: &Tensor,
+    dout: &Tensor,
+    delta: &Tensor,
+    dims: OutputDims,
+) -> Result<()> {
     with_element_type!(o.dtype(), E => call.on_cpu([o, dout], [], |[o, dout]: [&[E]; 2], []| {
         call.on_cpu([], [delta], |[], [delta]| cpu::delta(&queries(dims, o), &queries(dims, dout), delta))
     })?)?;
@@ -90,7 +104,7 @@ pub(super) fn merge(
     lse: &Tensor,
     part: &Tensor,
     part_lse: &Tensor,
-    dims: &Dims,
+    dims: OutputDims,
 ) -> Result<()> {
     with_element_type!(part.dtype(), E => call.on_cpu([part], [], |[part]: [&[E]; 1], []| {
         call.on_cpu([part_lse], [o, lse], |[part_lse], [o, lse]| {
@@ -141,9 +155,9 @@ fn on_slices<'a, T: Precision>(
 ) -> cpu::Problem<'a, T> {
     let Problem { operands: Operands { scale, layout, .. }, dims } = *problem;
     let keys = |elements| Heads::new(elements, dims.num_keys, dims.num_kv_heads, dims.head_dim);
-    cpu::Problem { kernel, q: queries(&dims, q), k: keys(k), v: keys(v), dims, scale, layout }
+    cpu::Problem { kernel, q: queries(dims.output(), q), k: keys(k), v: keys(v), dims, scale, layout }
 }
 
-fn queries<'a, E: Copy>(dims: &Dims, elements: &'a [E]) -> Heads<'a, E> {
+fn queries<'a, E: Copy>(dims: OutputDims, elements: &'a [E]) -> Heads<'a, E> {
     Heads::new(elements, dims.num_queries, dims.num_heads, dims.head_dim)
 }

@@ -119,13 +119,13 @@ impl<T: Precision> Pass<'_, T> {
                 .map(|keys| SummedKeys::gather(problem, kv_head, keys, &mut scratch))
                 .collect();
             let BackwardScratch { p, ds, p_t, ds_t, ds_rows, q, dout, q_terms, dout_terms, .. } = scratch;
-            let mut strip = Strip { pass: self, visible, p, ds, p_t, ds_t, ds_rows };
+            let mut task = Task { pass: self, visible, p, ds, p_t, ds_t, ds_rows };
             for at in self.query_heads(kv_head) {
                 for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
                     let queries = QueryBlock::gather(problem, upstream, at, queries, q, dout);
                     let terms = queries.gather_terms(problem, upstream, q_terms, dout_terms);
                     for keys in &mut cached {
-                        strip.add_tile(&queries, &terms, keys, add_to_dq);
+                        task.add_tile(&queries, &terms, keys, add_to_dq);
                     }
                 }
             }
@@ -149,12 +149,12 @@ impl<T: Precision> Pass<'_, T> {
             // SAFETY: no other task has this sequence, head and block of queries.
             unsafe { self.dq.head(at, &queries) }.fill(0.0);
             let queries = QueryBlock::gather(problem, upstream, at, queries, q, dout);
-            let mut strip = Strip { pass: self, visible, p, ds, p_t, ds_t, ds_rows };
+            let mut task = Task { pass: self, visible, p, ds, p_t, ds_t, ds_rows };
             for keys in blocks(visible.hull(&queries.range), dims.num_keys, KEY_BLOCK) {
                 let keys = KeyBlock::gather(problem, kv_head, keys, k, k_t, v_t);
-                for rectangle in strip.all(&queries, &keys) {
-                    strip.recompute(&rectangle, &queries, &keys);
-                    let ds = T::from_tile(rectangle.scores(strip.ds), strip.ds_rows);
+                for rectangle in task.strips(&queries, &keys) {
+                    task.recompute(&rectangle, &queries, &keys);
+                    let ds = T::from_tile(rectangle.scores(task.ds), task.ds_rows);
                     // SAFETY: as above.
                     unsafe { self.add_to_dq(&rectangle, at, &keys, ds) };
                 }
@@ -189,8 +189,8 @@ impl<T: Precision> Pass<'_, T> {
     }
 }
 
-/// The strip of a rectangle that a thread computes, in its scratch.
-struct Strip<'a, T: Precision> {
+/// A task of a pass, with scratch for the strip that it computes.
+struct Task<'a, T: Precision> {
     pass: &'a Pass<'a, T>,
     /// Of the task's sequence.
     visible: &'a VisibleRanges,
@@ -201,9 +201,9 @@ struct Strip<'a, T: Precision> {
     ds_rows: &'a mut [f32],
 }
 
-impl<'a, T: Precision> Strip<'a, T> {
-    /// The strips of a tile.
-    fn all(
+impl<'a, T: Precision> Task<'a, T> {
+    /// The visible pairs of two blocks as strips of rectangles.
+    fn strips(
         &self,
         queries: &QueryBlock<'_, T>,
         keys: &KeyBlock<'_, T>,
@@ -224,7 +224,7 @@ impl<'a, T: Precision> Strip<'a, T> {
     ) {
         let SummedKeys { block, dk, dv } = keys;
         let Problem { kernel, dims, scale, .. } = *self.pass.problem;
-        for rectangle in self.all(queries, block) {
+        for rectangle in self.strips(queries, block) {
             self.recompute(&rectangle, queries, block);
             let in_queries = terms::<T>(within(&rectangle.queries, &queries.range));
             let first = within(&rectangle.keys, &block.range).start * dims.head_dim;

@@ -86,7 +86,11 @@ impl<'a, T: Precision> SummedKeys<'a, T> {
         keys: Range<usize>,
         scratch: &mut BackwardScratch<&'a mut [f32]>,
     ) -> Self {
-        let take = |memory: &mut &'a mut [f32], len| memory.split_off_mut(..len).unwrap_or_default();
+        let take = |memory: &mut &'a mut [f32], len| {
+            let (head, rest) = std::mem::take(memory).split_at_mut(len);
+            *memory = rest;
+            head
+        };
         let (num_keys, head_dim) = (keys.len(), problem.dims.head_dim);
         let columns = T::scratch(Form::Transposed, num_keys, head_dim);
         let k = take(&mut scratch.k, T::scratch(Form::TokenTerms, num_keys, head_dim));

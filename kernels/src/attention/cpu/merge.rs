@@ -1,6 +1,6 @@
 //! The merge of attention over some keys with attention over others.
 
-use crate::attention::dims::Dims;
+use crate::attention::dims::OutputDims;
 use crate::cast::Float;
 use rayon::prelude::*;
 
@@ -10,9 +10,9 @@ pub(in crate::attention) fn merge<E: Float>(
     lse: &mut [f32],
     part: &[E],
     part_lse: &[f32],
-    dims: &Dims,
+    dims: OutputDims,
 ) {
-    let Dims { num_queries, num_heads, head_dim, .. } = *dims;
+    let OutputDims { num_queries, num_heads, head_dim, .. } = dims;
     let width = (num_heads * head_dim).max(1);
     o.par_chunks_mut(width).zip(part.par_chunks(width)).enumerate().for_each_init(
         || vec![0.0; head_dim],

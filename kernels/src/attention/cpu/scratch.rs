@@ -42,30 +42,56 @@ macro_rules! buffers {
 buffers! {
     /// The buffers of a forward task.
     ForwardScratch {
-        /// A strip of scores, then of probabilities; these as an operand.
-        scores, p,
-        /// Queries, a block of transposed keys, and their values.
-        q, k_t, v,
+        /// A strip of scores, then of probabilities.
+        scores,
+        /// The probabilities as an operand.
+        p,
+        /// The queries.
+        q,
+        /// A block of transposed keys.
+        k_t,
+        /// The values of these keys.
+        v,
         /// See [`Running`](super::softmax::Running).
-        output, max, sums,
+        output,
+        /// See [`Running`](super::softmax::Running).
+        max,
+        /// See [`Running`](super::softmax::Running).
+        sums,
     }
 }
 
 buffers! {
     /// The buffers of a backward task.
     BackwardScratch {
-        /// A strip of scores, then of probabilities; their gradients.
-        p, ds,
-        /// Both as operands: transposed for the gradients of keys and values, and for that of queries.
-        p_t, ds_t, ds_rows,
-        /// Keys and values; see [`KeyBlock`](super::gathered::KeyBlock).
-        k, k_t, v_t,
-        /// Their gradients.
-        dk, dv,
-        /// A block of queries and of the output's gradient; see [`QueryBlock`](super::gathered::QueryBlock).
-        q, dout,
-        /// The same for matmuls over the queries, if these need other copies.
-        q_terms, dout_terms,
+        /// A strip of scores, then of probabilities.
+        p,
+        /// The gradients of the scores.
+        ds,
+        /// `p` as an operand: transposed, for the gradient of values.
+        p_t,
+        /// `ds` as an operand: transposed, for the gradient of keys.
+        ds_t,
+        /// `ds` as an operand for the gradient of queries.
+        ds_rows,
+        /// Keys for matmuls over the keys; see [`KeyBlock`](super::gathered::KeyBlock).
+        k,
+        /// Keys, transposed for matmuls over `head_dim`.
+        k_t,
+        /// Values, likewise.
+        v_t,
+        /// Sums of the gradient of keys.
+        dk,
+        /// Sums of the gradient of values.
+        dv,
+        /// A block of queries for matmuls over `head_dim`; see [`QueryBlock`](super::gathered::QueryBlock).
+        q,
+        /// The output's gradient, likewise.
+        dout,
+        /// Queries for matmuls over the queries, if these need another copy.
+        q_terms,
+        /// The output's gradient, likewise.
+        dout_terms,
     }
 }
 

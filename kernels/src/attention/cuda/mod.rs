@@ -9,7 +9,7 @@ pub(super) use backward::backward;
 pub(super) use forward::forward;
 pub(super) use tiling::{HeadChunk, Tiling};
 
-use super::dims::Dims;
+use super::dims::OutputDims;
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION};
 use candle_core::{DType, Tensor};
 use pass::sizes;
@@ -20,9 +20,9 @@ pub(super) fn delta(
     o: &Tensor,
     dout: &Tensor,
     delta: &Tensor,
-    dims: &Dims,
+    dims: OutputDims,
 ) -> Result<(), DeviceError> {
-    let Dims { batch, num_queries, num_heads, head_dim, .. } = *dims;
+    let OutputDims { batch, num_queries, num_heads, head_dim } = dims;
     let kernel = Kernel::of_dtype(&ATTENTION, "attention_delta", o.dtype())?;
     let (rows, width) = (batch * num_queries * num_heads, lanes_per_row(head_dim, o.dtype()));
     launcher.open([delta], [o, dout], |[delta], [o, dout]| {
@@ -40,9 +40,9 @@ pub(super) fn merge(
     lse: &Tensor,
     part: &Tensor,
     part_lse: &Tensor,
-    dims: &Dims,
+    dims: OutputDims,
 ) -> Result<(), DeviceError> {
-    let Dims { batch, num_queries, num_heads, head_dim, .. } = *dims;
+    let OutputDims { batch, num_queries, num_heads, head_dim } = dims;
     let kernel = Kernel::of_dtype(&ATTENTION, "attention_merge", part.dtype())?;
     let (rows, width) = (batch * num_queries * num_heads, lanes_per_row(head_dim, DType::F32));
     launcher.open([o, lse], [part, part_lse], |[o, lse], [part, part_lse]| {
