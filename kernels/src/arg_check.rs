@@ -14,14 +14,14 @@ pub(super) type Argument<'a> = (&'static str, &'a Tensor);
 
 /// The shape of a tensor as a matrix.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Rows {
+pub(super) struct RowSizes {
     /// The product of the leading dimensions.
     pub(super) count: usize,
     /// The last dimension.
     pub(super) width: usize,
 }
 
-impl Rows {
+impl RowSizes {
     pub(super) fn dims(self) -> [usize; 2] {
         [self.count, self.width]
     }
@@ -39,9 +39,11 @@ impl ArgCheck {
     }
 
     /// The shape of a tensor as a matrix.
-    pub(super) fn rows(&self, (argument, tensor): Argument<'_>) -> Result<Rows> {
+    pub(super) fn rows(&self, (argument, tensor): Argument<'_>) -> Result<RowSizes> {
         match tensor.dims() {
-            &[ref leading @ .., width] if width > 0 => Ok(Rows { count: leading.iter().product(), width }),
+            &[ref leading @ .., width] if width > 0 => {
+                Ok(RowSizes { count: leading.iter().product(), width })
+            }
             dims => Err(OpError::Dimensions {
                 op: self.op,
                 argument,

@@ -3,7 +3,7 @@
 use crate::nn::LayerError;
 use candle_core::{Device, Tensor};
 use std::ops::Range;
-use ulysses_kernels::embedding::{self, Rows};
+use ulysses_kernels::embedding::{self, RowIndices};
 use ulysses_kernels::lm_head_loss::{IGNORED, Labels, validate_labels};
 use ulysses_kernels::{OpError, elementwise, strided_copy};
 
@@ -36,9 +36,9 @@ pub(super) struct Chunk {
 #[derive(Debug)]
 pub(super) struct Compaction {
     /// For each labeled token, its row in the region.
-    rows: Rows,
+    rows: RowIndices,
     /// For each row of the region, its labeled token, or their number if it is masked.
-    tokens: Rows,
+    tokens: RowIndices,
 }
 
 impl LabeledTokens {
@@ -80,7 +80,7 @@ impl LabeledTokens {
         let regions = (0..num_chunks).map(|chunk| start(chunk)..start(chunk + 1));
         let chunk =
             |region: Range<usize>| Chunk { labels: Labels::dry(region.len()), region, compaction: None };
-        let [rows, tokens] = [(); 2].map(|()| Rows::dry(num_tokens));
+        let [rows, tokens] = [(); 2].map(|()| RowIndices::dry(num_tokens));
         Self { num_tokens, chunks: regions.map(chunk).collect(), reserved: Some(Compaction { rows, tokens }) }
     }
 
@@ -127,7 +127,7 @@ impl Chunk {
         let mut tokens = vec![rows.len() as u32; labels.len()];
         rows.iter().zip(0..).for_each(|(&row, token)| tokens[row as usize] = token);
         let labels: Vec<i64> = rows.iter().map(|&row| labels[row as usize]).collect();
-        let compaction = Compaction { rows: Rows::new(rows), tokens: Rows::new(tokens) };
+        let compaction = Compaction { rows: RowIndices::new(rows), tokens: RowIndices::new(tokens) };
         Self { region, labels: Labels::new(labels), compaction: Some(compaction) }
     }
 

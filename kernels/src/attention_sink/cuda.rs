@@ -1,6 +1,6 @@
 //! The launches of `cuda/attention_sink.cu`.
 
-use super::Rows;
+use super::LseSizes;
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION_SINK};
 use crate::elementwise::add_blocks;
 use candle_core::{DType, Tensor};
@@ -13,7 +13,7 @@ pub(super) fn forward(
     sinks: &Tensor,
     o: &Tensor,
     lse: &Tensor,
-    Rows { batch, heads, tokens }: Rows,
+    LseSizes { batch, heads, tokens }: LseSizes,
     head_dim: usize,
 ) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&ATTENTION_SINK, "attention_sink_forward", sinks.dtype())?;
@@ -33,7 +33,7 @@ pub(super) fn backward(
     lse: &Tensor,
     delta: &Tensor,
     dsinks: &Tensor,
-    Rows { batch, heads, tokens }: Rows,
+    LseSizes { batch, heads, tokens }: LseSizes,
 ) -> Result<(), DeviceError> {
     if batch * heads * tokens == 0 {
         return Ok(());

@@ -23,7 +23,7 @@ use candle_core::Tensor;
 /// Shapes, dtypes, devices or layouts that do not match, or tensors that share storage.
 pub fn forward(sinks: &Tensor, o: &Tensor, lse: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("attention_sink::forward");
-    let rows = Rows::check(call, sinks, lse)?;
+    let rows = LseSizes::check(call, sinks, lse)?;
     let head_dim = o.dims().get(3).copied().unwrap_or_default();
     call.expect(("o", o), &[rows.batch, rows.tokens, rows.heads, head_dim])?;
     let target = call.elementwise(&[("o", o), ("lse", lse)], &[("sinks", sinks)])?;
@@ -51,7 +51,7 @@ pub fn forward(sinks: &Tensor, o: &Tensor, lse: &Tensor) -> Result<(), OpError> 
 /// As [`forward`].
 pub fn backward(sinks: &Tensor, lse: &Tensor, delta: &Tensor, dsinks: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("attention_sink::backward");
-    let rows = Rows::check(call, sinks, lse)?;
+    let rows = LseSizes::check(call, sinks, lse)?;
     call.expect(("delta", delta), &[rows.batch, rows.heads, rows.tokens])?;
     call.expect(("dsinks", dsinks), sinks.dims())?;
     let inputs = [("lse", lse), ("delta", delta), ("sinks", sinks)];
@@ -70,15 +70,15 @@ pub fn backward(sinks: &Tensor, lse: &Tensor, delta: &Tensor, dsinks: &Tensor) -
     }
 }
 
-/// The rows of the softmax: the sizes of `lse`.
+/// The sizes of `lse`, which has an element for each row of the softmax.
 #[derive(Clone, Copy)]
-struct Rows {
+struct LseSizes {
     batch: usize,
     heads: usize,
     tokens: usize,
 }
 
-impl Rows {
+impl LseSizes {
     /// Checks `lse`, and the sinks against it.
     fn check(call: ArgCheck, sinks: &Tensor, lse: &Tensor) -> Result<Self, OpError> {
         let [batch, heads, tokens] = [0, 1, 2].map(|dim| lse.dims().get(dim).copied().unwrap_or_default());

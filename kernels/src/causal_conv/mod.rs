@@ -10,7 +10,7 @@ pub mod reference;
 #[cfg(test)]
 mod tests;
 
-use super::arg_check::{ArgCheck, Rows};
+use super::arg_check::{ArgCheck, RowSizes};
 use super::cast::with_element_type;
 use super::{Documents, OpError};
 use crate::device::{Arg, Target};
@@ -152,7 +152,7 @@ struct Sizes {
 
 impl Sizes {
     fn check(call: ArgCheck, x: &Tensor, filter: &Filter<'_>) -> Result<Self, OpError> {
-        let Rows { count: tokens, width: channels } = call.rows(("x", x))?;
+        let RowSizes { count: tokens, width: channels } = call.rows(("x", x))?;
         let width = call.rows(("weight", filter.weight))?.width;
         call.expect(("weight", filter.weight), &[channels, width])?;
         call.expect_value("weight", width as f64, width <= MAX_WIDTH, "at most 8 taps per channel")?;

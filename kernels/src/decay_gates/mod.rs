@@ -10,7 +10,7 @@ pub mod reference;
 mod tests;
 
 use super::OpError;
-use super::arg_check::{ArgCheck, Argument, Rows};
+use super::arg_check::{ArgCheck, Argument, RowSizes};
 use super::cast::{Float, with_element_type};
 use crate::device::Target;
 use candle_core::Tensor;
@@ -180,7 +180,7 @@ impl<'a> Operands<'a> {
 
     /// Checks the shapes against each other.
     fn check(&self, call: ArgCheck) -> Result<Dims, OpError> {
-        let Rows { count: tokens, width: columns } = call.rows(("a", self.a))?;
+        let RowSizes { count: tokens, width: columns } = call.rows(("a", self.a))?;
         let heads = match self.b() {
             Some(b) => call.rows(("b", b))?.width,
             None => columns,

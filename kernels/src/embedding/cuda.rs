@@ -1,7 +1,7 @@
 //! The launches of `cuda/embedding.cu`.
 
 use super::ids::{DeviceIds, Ids};
-use crate::arg_check::Rows;
+use crate::arg_check::RowSizes;
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::EMBEDDING};
 use candle_core::{DType, Tensor};
 
@@ -13,7 +13,7 @@ const COLUMN_THREADS: u32 = 128;
 pub(super) fn copy_rows(
     launcher: &Launcher,
     ids: &Tensor,
-    Rows { count, width }: Rows,
+    RowSizes { count, width }: RowSizes,
     weight: &Tensor,
     y: &Tensor,
 ) -> Result<(), DeviceError> {

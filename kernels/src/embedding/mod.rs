@@ -11,7 +11,7 @@ mod tests;
 
 pub use ids::Ids;
 
-use super::arg_check::{self, ArgCheck, Argument};
+use super::arg_check::{ArgCheck, Argument, RowSizes};
 use super::cast::with_element_type;
 use super::{OpError, TokenTable};
 use crate::device::{Target, dry};
@@ -22,7 +22,7 @@ use candle_core::{Device, Tensor};
 const ELSEWHERE: u32 = u32::MAX;
 
 /// Indices of rows, for [`gather`].
-pub type Rows = TokenTable<u32>;
+pub type RowIndices = TokenTable<u32>;
 
 /// `y[i] = weight[ids[i]]`.
 ///
@@ -46,7 +46,7 @@ pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
 ///
 /// # Errors
 /// As [`forward`].
-pub fn gather(rows: &Rows, x: &Tensor, y: &Tensor) -> Result<(), OpError> {
+pub fn gather(rows: &RowIndices, x: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("embedding::gather");
     check_ids(call, rows, call.rows(("x", x))?.count)?;
     copy_rows(call, rows, |device| rows.on(device), ("x", x), y)
@@ -75,7 +75,7 @@ fn copy_rows(
         Target::Kernels(_) if ids.is_empty() => Ok(()),
         Target::Kernels(launcher) => {
             let on_device = ids_on(y.device()).map_err(|source| OpError::Candle { op: call.op, source })?;
-            let rows = arg_check::Rows { count: ids.len(), width: d };
+            let rows = RowSizes { count: ids.len(), width: d };
             call.kernels(cuda::copy_rows(&launcher, &on_device, rows, from, y))
         }
     }

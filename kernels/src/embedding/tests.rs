@@ -16,11 +16,11 @@ fn gather_copies_rows_of_a_view_to_a_view() {
     on_every_target(|_| {
         let x = tensor(&[9.0, 9.0, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5], &[4, 2]);
         let y = tensor(&[7.0; 8], &[4, 2]);
-        let (rows, x) = (Rows::new([2, 2, 0]), x.narrow(0, 1, 3).unwrap());
+        let (rows, x) = (RowIndices::new([2, 2, 0]), x.narrow(0, 1, 3).unwrap());
         gather(&rows, &x, &y.narrow(0, 1, 3).unwrap()).unwrap();
         assert_eq!(read(&y), [7.0, 7.0, 2.0, 2.5, 2.0, 2.5, 0.0, 0.5]);
-        gather(&Rows::new([]), &x, &output(&[0, 2])).unwrap();
-        let error = gather(&Rows::new([3]), &x, &output(&[1, 2])).unwrap_err();
+        gather(&RowIndices::new([]), &x, &output(&[0, 2])).unwrap();
+        let error = gather(&RowIndices::new([3]), &x, &output(&[1, 2])).unwrap_err();
         assert_eq!(error.to_string(), "embedding::gather: `ids[0]` is 3, valid are 0..3");
     });
 }

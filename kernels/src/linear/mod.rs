@@ -9,7 +9,7 @@ pub mod reference;
 mod tests;
 
 use super::OpError;
-use super::arg_check::{ArgCheck, Argument, Rows};
+use super::arg_check::{ArgCheck, Argument, RowSizes};
 use super::cast::{Float, with_element_type};
 use super::gemm::bf16::{Kernel, Stored};
 use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch, multiply};
@@ -27,7 +27,7 @@ use candle_core::{DType, Tensor};
 /// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with an input.
 pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Result<(), OpError> {
     let call = ArgCheck::new("linear::forward");
-    let Rows { count: n, width: inputs } = call.rows(("x", x))?;
+    let RowSizes { count: n, width: inputs } = call.rows(("x", x))?;
     let outputs = call.rows(("weight", weight))?.count;
     let a = Dense::checked(call, ("x", x), n, inputs)?;
     let b = Dense::checked(call, ("weight", weight), outputs, inputs)?.transposed();
@@ -44,7 +44,7 @@ pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Res
 /// As [`forward`].
 pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: bool) -> Result<(), OpError> {
     let call = ArgCheck::new("linear::backward_input");
-    let Rows { count: n, width: outputs } = call.rows(("dy", dy))?;
+    let RowSizes { count: n, width: outputs } = call.rows(("dy", dy))?;
     let inputs = call.rows(("weight", weight))?.width;
     let a = Dense::checked(call, ("dy", dy), n, outputs)?;
     let b = Dense::checked(call, ("weight", weight), outputs, inputs)?;
@@ -61,7 +61,7 @@ pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: boo
 /// As [`forward`].
 pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("linear::backward_weight");
-    let Rows { count: n, width: inputs } = call.rows(("x", x))?;
+    let RowSizes { count: n, width: inputs } = call.rows(("x", x))?;
     let outputs = call.rows(("dy", dy))?.width;
     let a = Dense::checked(call, ("dy", dy), n, outputs)?.transposed();
     let b = Dense::checked(call, ("x", x), n, inputs)?;

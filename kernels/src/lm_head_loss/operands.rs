@@ -2,7 +2,7 @@
 
 use super::{Labels, LogitTiles, Sizes, check_labels};
 use crate::OpError;
-use crate::arg_check::{ArgCheck, Argument, Rows};
+use crate::arg_check::{ArgCheck, Argument, RowSizes};
 use candle_core::{DType, Tensor};
 
 /// Inputs of both directions.
@@ -33,7 +33,7 @@ impl<'a> Operands<'a> {
 
     pub(super) fn check(&self, call: ArgCheck, tiles: LogitTiles) -> Result<Sizes, OpError> {
         let LogitTiles { tokens: tile_tokens, softcap, is_slice } = tiles;
-        let Rows { count: tokens, width: dim } = call.rows(("x", self.x))?;
+        let RowSizes { count: tokens, width: dim } = call.rows(("x", self.x))?;
         let vocab_size = self.projection.check(call, dim)?;
         call.expect_tokens("labels", self.labels.len(), tokens)?;
         call.expect_value("tile_tokens", tile_tokens as f64, tile_tokens > 0, "at least 1")?;

@@ -1,6 +1,6 @@
 //! RMS normalization on slices: each row is read twice, the second time from the cache.
 
-use crate::arg_check::Rows;
+use crate::arg_check::RowSizes;
 use crate::cast::{Before, Pieces, rows_per_piece};
 use crate::parallel::{MIN_BLOCK_ELEMS, rows_per_block};
 use crate::simd::{self, LANES, simd_kernel};
@@ -142,7 +142,7 @@ fn weight_block_rows(num_rows: usize) -> usize {
 }
 
 /// Bytes of the partial weight gradients, plus their sum.
-pub(super) fn backward_scratch_bytes(Rows { count, width }: Rows) -> usize {
+pub(super) fn backward_scratch_bytes(RowSizes { count, width }: RowSizes) -> usize {
     count.div_ceil(weight_block_rows(count)) * width * size_of::<f32>() + width * size_of::<f64>()
 }
 

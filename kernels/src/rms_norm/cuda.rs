@@ -1,7 +1,7 @@
 //! The launches of `cuda/rms_norm.cu`.
 
 use super::{Gain, Gradients, Operands};
-use crate::arg_check::Rows;
+use crate::arg_check::RowSizes;
 use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, sources::RMS_NORM};
 use crate::elementwise::add_blocks;
 use candle_core::{DType, Tensor};
@@ -15,14 +15,14 @@ fn pack(dtype: DType) -> usize {
 }
 
 /// One block per row, with at most as many threads as the row has packs; a wider row takes several rounds.
-fn row_blocks(Rows { count, width }: Rows, dtype: DType) -> Grid {
+fn row_blocks(RowSizes { count, width }: RowSizes, dtype: DType) -> Grid {
     let threads = width.div_ceil(pack(dtype)).next_multiple_of(32).min(Grid::THREADS as usize);
     Grid::blocks(count).of_threads(threads as u32)
 }
 
 pub(super) fn forward(
     launcher: &Launcher,
-    rows: Rows,
+    rows: RowSizes,
     operands: &Operands<'_>,
     eps: f64,
     y: &Tensor,
@@ -56,7 +56,7 @@ pub(super) fn forward(
 /// Sums products of the elements of each row, and of the gain if there is one.
 pub(super) fn products(
     launcher: &Launcher,
-    rows: Rows,
+    rows: RowSizes,
     a: &Tensor,
     b: &Tensor,
     gain: Option<Gain<'_>>,
@@ -78,7 +78,7 @@ pub(super) fn products(
 
 pub(super) fn backward(
     launcher: &Launcher,
-    rows: Rows,
+    rows: RowSizes,
     operands: &Operands<'_>,
     dy: &Tensor,
     rstd: &Tensor,
@@ -125,7 +125,7 @@ pub(super) fn backward(
 /// Sums chunks of the rows, then the chunks, both in order.
 fn backward_weight(
     launcher: &Launcher,
-    Rows { count: rows, width }: Rows,
+    RowSizes { count: rows, width }: RowSizes,
     dy: &Tensor,
     x: &Tensor,
     rstd: &Tensor,

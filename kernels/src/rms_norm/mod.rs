@@ -12,7 +12,7 @@ mod tests;
 pub use parts::{backward_part, forward_part, products, squares};
 
 use super::OpError;
-use super::arg_check::{ArgCheck, Argument, Rows};
+use super::arg_check::{ArgCheck, Argument, RowSizes};
 use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
@@ -76,7 +76,7 @@ struct Operands<'a> {
 
 impl<'a> Operands<'a> {
     /// Checks them against each other, and returns the shape of `x`.
-    fn check(&self, call: ArgCheck) -> Result<Rows, OpError> {
+    fn check(&self, call: ArgCheck) -> Result<RowSizes, OpError> {
         let rows = call.rows(("x", self.x))?;
         call.expect(("weight", self.gain.weight), &[rows.width])?;
         if let Some(WholeRows { width, sums }) = self.whole {
