@@ -243,7 +243,8 @@ impl CausalLm {
             let [normed, rstd] = [normed.narrow(0, 0, labeled)?, rstd.narrow(0, 0, labeled)?];
             self.normalize(&x, &head, [&normed, &rstd], ws)?;
             let lse = chunk.region_of(&lse)?.narrow(0, 0, labeled)?;
-            losses.append(lm_head_loss::forward(&normed, head.projection(), &chunk.labels, tile, &lse, ws)?);
+            let operands = lm_head_loss::Operands::new(&normed, head.projection(), &chunk.labels);
+            losses.append(lm_head_loss::forward(&operands, tile, &lse, ws)?);
         }
         [Some(rstd), Some(normed), gathered].into_iter().flatten().for_each(|tensor| ws.recycle(tensor));
         Ok((losses, SavedHead { x: x.clone(), lse, tokens }))

@@ -44,12 +44,12 @@ fn run(x: &Tensor, weight: &Tensor) -> Run {
     let labels = (0..TOKENS).map(|token| if ignored(token) { IGNORED } else { (token % VOCAB) as i64 });
     let labels = Labels::new(labels.collect::<Vec<_>>());
     let meter = PeakMeter::start();
-    let loss = lm_head_loss::forward(x, weight, &labels, TILE, &lse, &workspace).unwrap();
+    let operands = lm_head_loss::Operands::new(x, weight, &labels);
+    let loss = lm_head_loss::forward(&operands, TILE, &lse, &workspace).unwrap();
     let forward = meter.bytes();
     workspace.clear();
     let meter = PeakMeter::start();
-    let (operands, into) =
-        (lm_head_loss::Operands::new(x, weight, &labels), lm_head_loss::Gradients::new(&dx, &dweight));
+    let into = lm_head_loss::Gradients::new(&dx, &dweight);
     lm_head_loss::backward(&operands, &lse, 0.25, &into, TILE, &workspace).unwrap();
     let backward = meter.bytes();
     let wide = |tensor: &Tensor| to_vec::<f32>(&tensor.to_dtype(DType::F32).unwrap()).unwrap();

@@ -96,21 +96,18 @@ impl From<usize> for LogitTiles {
 /// it is allocated from the `workspace`, which must be one of CPU tensors.
 ///
 /// # Shapes
-/// `x: [n, d], labels: [n], lse_out: [n]`, and those of the [`Projection`]
+/// Those of the [`Operands`]; `lse_out: [n]`
 ///
 /// # Errors
 /// A label that is neither [`IGNORED`] nor in 0..vocab, tiles of 0 tokens, shapes, dtypes, devices or
 /// layouts that do not match, or an `lse_out` that shares storage with an input.
-pub fn forward<'a>(
-    x: &Tensor,
-    projection: impl Into<Projection<'a>>,
-    labels: &Labels,
+pub fn forward(
+    operands: &Operands<'_>,
     tiles: impl Into<LogitTiles>,
     lse_out: &Tensor,
     workspace: &Workspace,
 ) -> Result<Losses, OpError> {
-    let operands = Operands { x, projection: projection.into(), labels };
-    let Projection { weight, bias } = operands.projection;
+    let Operands { x, projection: Projection { weight, bias }, labels } = *operands;
     let call = ArgCheck::new("lm_head_loss::forward");
     let shape = operands.check(call, tiles.into())?;
     call.expect(("lse_out", lse_out), &[shape.tokens])?;
@@ -138,7 +135,7 @@ pub fn forward<'a>(
             shape.alloc_dry(cpu, operands.projection, workspace)?;
             Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens: shape.tokens as u64 }))
         }
-        Target::Kernels(launcher) => call.kernels(cuda::losses(&launcher, shape, &operands, lse_out)),
+        Target::Kernels(launcher) => call.kernels(cuda::losses(&launcher, shape, operands, lse_out)),
     }
 }
 

@@ -24,20 +24,17 @@ pub fn labels(labels: &[i64], classes: &Range<usize>) -> Labels {
 /// Computes the statistics of a slice: the logsumexp of each token, then the logit of each token's label.
 ///
 /// # Shapes
-/// `x: [n, d], labels: [n], statistics: [2, n]`, and those of the [`Projection`] to the classes of the slice
+/// Those of the [`Operands`], with a projection to the classes of the slice; `statistics: [2, n]`
 ///
 /// # Errors
 /// As [`forward`](super::forward); valid labels are [`ELSEWHERE`] and those of the slice.
-pub fn forward<'a>(
-    x: &Tensor,
-    projection: impl Into<Projection<'a>>,
-    labels: &Labels,
+pub fn forward(
+    operands: &Operands<'_>,
     tiles: impl Into<LogitTiles>,
     statistics: &Tensor,
     workspace: &Workspace,
 ) -> Result<(), OpError> {
-    let operands = Operands { x, projection: projection.into(), labels };
-    let Projection { weight, bias } = operands.projection;
+    let Operands { x, projection: Projection { weight, bias }, labels } = *operands;
     let call = ArgCheck::new("lm_head_loss::slice::forward");
     let shape = operands.check(call, LogitTiles { is_slice: true, ..tiles.into() })?;
     call.expect(("statistics", statistics), &[2, shape.tokens])?;
@@ -59,7 +56,7 @@ pub fn forward<'a>(
             }))
         }
         Target::Dry(cpu) => shape.alloc_dry(cpu, operands.projection, workspace),
-        Target::Kernels(launcher) => call.kernels(cuda::statistics(&launcher, shape, &operands, statistics)),
+        Target::Kernels(launcher) => call.kernels(cuda::statistics(&launcher, shape, operands, statistics)),
     }
 }
 

@@ -31,10 +31,10 @@ impl Case {
         let (x, weight) = (tensor(&self.x, &[n, d]), tensor(&self.weight, &[vocab_size, d]));
         let (lse, dx) = (output(&[n]), output(&[n, d]));
         let labels = Labels::new(&*self.labels);
-        let loss =
-            forward(&x, &weight, &labels, tile_tokens, &lse, &Workspace::new()).unwrap().sum().unwrap();
+        let operands = Operands::new(&x, &weight, &labels);
+        let loss = forward(&operands, tile_tokens, &lse, &Workspace::new()).unwrap().sum().unwrap();
         let dweight = tensor(&vec![old; vocab_size * d], &[vocab_size, d]);
-        let (operands, into) = (Operands::new(&x, &weight, &labels), Gradients::new(&dx, &dweight));
+        let into = Gradients::new(&dx, &dweight);
         backward(&operands, &lse, scale, &into, tile_tokens, &Workspace::new()).unwrap();
         (loss, read(&lse), read(&dx), read(&dweight))
     }
@@ -79,11 +79,12 @@ fn soft_caps_match_the_reference_on_every_target() {
             let (x, weight, labels) =
                 (tensor(&x, &[n, d]), tensor(&weight, &[vocab_size, d]), Labels::new(labels));
             let (lse, dx, ws) = (output(&[n]), output(&[n, d]), Workspace::new());
-            let loss = forward(&x, &weight, &labels, tiles, &lse, &ws).unwrap().sum().unwrap();
+            let operands = Operands::new(&x, &weight, &labels);
+            let loss = forward(&operands, tiles, &lse, &ws).unwrap().sum().unwrap();
             assert!((loss.sum / expected.sum - 1.0).abs() < 1e-6, "{target}: {} {}", loss.sum, expected.sum);
             assert_close(&format!("lse {target}"), &read(&lse), &expected_lse, 1e-6);
             let dweight = tensor(&vec![0.0; vocab_size * d], &[vocab_size, d]);
-            let (operands, into) = (Operands::new(&x, &weight, &labels), Gradients::new(&dx, &dweight));
+            let into = Gradients::new(&dx, &dweight);
             backward(&operands, &lse, 0.25, &into, tiles, &ws).unwrap();
             assert_close(&format!("dx {target}"), &read(&dx), &dx64, 5e-6);
             assert_close(&format!("dweight {target}"), &read(&dweight), &dweight64, 5e-6);
@@ -179,7 +180,8 @@ fn batches_of_any_number_of_tokens_recycle_one_buffer_of_logits() {
     for n in [5, 2, 4, 9] {
         let case = Case::new([n, 4, 6]);
         let (x, weight) = (tensor(&case.x, &[n, 4]), tensor(&case.weight, &[6, 4]));
-        forward(&x, &weight, &Labels::new(&*case.labels), 4, &output(&[n]), &workspace).unwrap();
+        let labels = Labels::new(&*case.labels);
+        forward(&Operands::new(&x, &weight, &labels), 4, &output(&[n]), &workspace).unwrap();
         assert_eq!(workspace.free_bytes(), 4 * 6 * size_of::<f32>(), "{n} tokens");
     }
 }
@@ -189,8 +191,9 @@ fn huge_logits_neither_overflow_nor_lose_the_loss() {
     on_every_target(|_| {
         let (x, weight) = (tensor(&[1000.0, -1000.0], &[2, 1]), tensor(&[1.0, 0.0, -1.0], &[3, 1]));
         let lse = output(&[2]);
+        let labels = Labels::new([0, 0]);
         let loss =
-            forward(&x, &weight, &Labels::new([0, 0]), 2, &lse, &Workspace::new()).unwrap().sum().unwrap();
+            forward(&Operands::new(&x, &weight, &labels), 2, &lse, &Workspace::new()).unwrap().sum().unwrap();
         assert_eq!((loss.sum, read(&lse)), (2000.0, vec![1000.0, 1000.0]));
     });
 }
@@ -200,7 +203,8 @@ fn a_uniform_large_vocabulary_costs_its_logarithm() {
     on_every_target(|_| {
         let vocab_size = 50_257;
         let (x, weight) = (tensor(&[0.0; 6], &[3, 2]), tensor(&random(1, vocab_size * 2), &[vocab_size, 2]));
-        let loss = forward(&x, &weight, &Labels::new([0, 7, 50_256]), 2, &output(&[3]), &Workspace::new())
+        let labels = Labels::new([0, 7, 50_256]);
+        let loss = forward(&Operands::new(&x, &weight, &labels), 2, &output(&[3]), &Workspace::new())
             .unwrap()
             .sum()
             .unwrap();
@@ -239,16 +243,20 @@ fn a_gpu_has_the_largest_tile_whose_logits_take_a_gibibyte_at_most() {
 #[test]
 fn wrong_labels_and_tiles_are_named() {
     let (x, weight, lse) = (output(&[2, 3]), output(&[5, 3]), output(&[2]));
-    let error = forward(&x, &weight, &Labels::new([0, 5]), 2, &lse, &Workspace::new()).unwrap_err();
+    let error_of = |labels: &[i64], tile_tokens: usize| {
+        let labels = Labels::new(labels);
+        forward(&Operands::new(&x, &weight, &labels), tile_tokens, &lse, &Workspace::new()).unwrap_err()
+    };
+    let error = error_of(&[0, 5], 2);
     assert_eq!(
         error.to_string(),
         "lm_head_loss::forward: `labels[1]` is 5, valid are 0..5 and -100 (ignored)"
     );
-    let error = forward(&x, &weight, &Labels::new([-1, 0]), 2, &lse, &Workspace::new()).unwrap_err();
+    let error = error_of(&[-1, 0], 2);
     assert!(matches!(error, OpError::IdOutOfRange { position: 0, value: -1, .. }), "{error}");
-    let error = forward(&x, &weight, &Labels::new([0]), 2, &lse, &Workspace::new()).unwrap_err();
+    let error = error_of(&[0], 2);
     assert!(matches!(error, OpError::TokenCount { argument: "labels", .. }), "{error}");
-    let error = forward(&x, &weight, &Labels::new([0, 1]), 0, &lse, &Workspace::new()).unwrap_err();
+    let error = error_of(&[0, 1], 0);
     assert!(matches!(error, OpError::InvalidValue { argument: "tile_tokens", .. }), "{error}");
 }
 
@@ -260,10 +268,9 @@ fn logits_of_minus_infinity_have_no_probability() {
     weight[vocab_size - 1] = 3.0;
     on_every_target(|target| {
         let (x, weight, lse) = (tensor(&[1.0], &[1, 1]), tensor(&weight, &[vocab_size, 1]), output(&[1]));
-        let loss = forward(&x, &weight, &Labels::new([vocab_size as i64 - 1]), 1, &lse, &Workspace::new())
-            .unwrap()
-            .sum()
-            .unwrap();
+        let labels = Labels::new([vocab_size as i64 - 1]);
+        let loss =
+            forward(&Operands::new(&x, &weight, &labels), 1, &lse, &Workspace::new()).unwrap().sum().unwrap();
         assert_eq!((loss.sum, read(&lse)), (0.0, vec![3.0]), "{target}");
     });
 }
@@ -277,7 +284,8 @@ fn kernels_of_every_element_type_keep_the_loss_in_f32_and_round_gradients_once_o
             let (weight, weight64) = rounded(dtype, &random(2, vocab_size * d), &[vocab_size, d]);
             let labels = Labels::new(labels(n, vocab_size));
             let (lse, dx) = (output(&[n]), rounded(dtype, &vec![f32::NAN; n * d], &[n, d]).0);
-            let loss = forward(&x, &weight, &labels, 4, &lse, &Workspace::new()).unwrap().sum().unwrap();
+            let operands = Operands::new(&x, &weight, &labels);
+            let loss = forward(&operands, 4, &lse, &Workspace::new()).unwrap().sum().unwrap();
             let (expected, expected_lse) = reference::forward(&x64, &weight64, &labels, d);
             assert!((loss.sum / expected.sum - 1.0).abs() < 1e-6, "{} {}", loss.sum, expected.sum);
             assert_close("lse", &read(&lse), &expected_lse, 1e-6);
@@ -285,7 +293,7 @@ fn kernels_of_every_element_type_keep_the_loss_in_f32_and_round_gradients_once_o
             let dweight = tensor(&vec![0.0; vocab_size * d], &[vocab_size, d]);
             // An upstream gradient so small that it is 0 in f16: only the matmuls' f32 arithmetic may use it.
             let scale = 2f32.powi(-30);
-            let (operands, into) = (Operands::new(&x, &weight, &labels), Gradients::new(&dx, &dweight));
+            let into = Gradients::new(&dx, &dweight);
             backward(&operands, &lse, scale, &into, 4, &Workspace::new()).unwrap();
             let (dx64, dweight64) = reference::backward(&x64, &weight64, &labels, f64::from(scale), d);
             // The softmax is rounded once more than the results.

@@ -121,7 +121,8 @@ impl VocabParallelLm {
             let (gathered, _) = self.gather((chunk, tile), &rows, &head, &buffers, ctx)?;
             let tokens = tile.tokens.len();
             let statistics = of_slice.narrow(0, 0, 2 * tokens)?.reshape((2, tokens))?;
-            slice::forward(&gathered, head.projection(), &tile.labels, logit_tiles, &statistics, ws)?;
+            let operands = lm_head_loss::Operands::new(&gathered, head.projection(), &tile.labels);
+            slice::forward(&operands, logit_tiles, &statistics, ws)?;
             let all = of_all.narrow(0, 0, ranks * 2 * tokens)?.reshape((ranks, 2 * tokens))?;
             self.exchange(ctx)?.all_gather_rows(
                 &statistics.reshape((1, 2 * tokens))?,

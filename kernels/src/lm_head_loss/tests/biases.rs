@@ -38,7 +38,8 @@ fn a_bias_is_added_to_the_logits_and_has_a_gradient_for_every_tile_size_on_every
                 let what = format!("{target} {sizes:?} tile {tokens} cap {softcap:?}");
                 let tiles = LogitTiles { tokens, softcap, is_slice: false };
                 let (lse, dx, ws) = (output(&[n]), output(&[n, d]), Workspace::new());
-                let loss = forward(&x, projection, &labels, tiles, &lse, &ws).unwrap().sum().unwrap();
+                let operands = Operands::new(&x, projection, &labels);
+                let loss = forward(&operands, tiles, &lse, &ws).unwrap().sum().unwrap();
                 let largest_lse = lse64.iter().fold(1.0f64, |max, l| max.max(l.abs()));
                 let allowed = 1e-6 * largest_lse * n as f64;
                 assert!((loss.sum - loss64.sum).abs() <= allowed, "{what}: {} {}", loss.sum, loss64.sum);
@@ -50,8 +51,7 @@ fn a_bias_is_added_to_the_logits_and_has_a_gradient_for_every_tile_size_on_every
                 let dweight = gradient.narrow(0, vocab_size, vocab_size * d).unwrap();
                 let dweight = dweight.reshape((vocab_size, d)).unwrap();
                 let gradients = ProjectionGradients { weight: Some(&dweight), bias: Some(&dbias) };
-                let (operands, into) =
-                    (Operands::new(&x, projection, &labels), Gradients::new(&dx, gradients));
+                let into = Gradients::new(&dx, gradients);
                 backward(&operands, &lse, scale, &into, tiles, &ws).unwrap();
                 let sum = |gradient: &[f64]| gradient.iter().map(|value| 16.0 + value).collect::<Vec<_>>();
                 if vocab_size > 1 {
@@ -72,7 +72,8 @@ fn a_frozen_weight_or_bias_leaves_the_gradient_of_the_other_as_it_is() {
         let (bias, labels) = (tensor(&random(7, vocab_size), &[vocab_size]), Labels::new(labels));
         let projection = Projection { weight: &weight, bias: Some(&bias) };
         let (lse, ws) = (output(&[n]), Workspace::new());
-        forward(&x, projection, &labels, 4, &lse, &ws).unwrap();
+        let operands = Operands::new(&x, projection, &labels);
+        forward(&operands, 4, &lse, &ws).unwrap();
         let run = |has_weight: bool, has_bias: bool| {
             let [dx, dweight, dbias] = [[n, d], [vocab_size, d], [vocab_size, 1]]
                 .map(|shape| tensor(&vec![0.0; shape[0] * shape[1]], &shape));
@@ -81,7 +82,7 @@ fn a_frozen_weight_or_bias_leaves_the_gradient_of_the_other_as_it_is() {
                 weight: has_weight.then_some(&dweight),
                 bias: has_bias.then_some(&dbias),
             };
-            let (operands, into) = (Operands::new(&x, projection, &labels), Gradients::new(&dx, gradients));
+            let into = Gradients::new(&dx, gradients);
             backward(&operands, &lse, 0.25, &into, 4, &ws).unwrap();
             [dx, dweight, dbias].map(|tensor| read(&tensor))
         };
@@ -101,10 +102,11 @@ fn a_bias_has_the_same_gradient_on_any_number_of_threads() {
     let projection = Projection { weight: &weight, bias: Some(&bias) };
     assert_same_for_any_thread_count(|| {
         let (lse, dx, ws) = (output(&[n]), output(&[n, d]), Workspace::new());
-        forward(&x, projection, &labels, 64, &lse, &ws).unwrap();
+        let operands = Operands::new(&x, projection, &labels);
+        forward(&operands, 64, &lse, &ws).unwrap();
         let dbias = tensor(&vec![0.0; vocab_size], &[vocab_size]);
         let gradients = ProjectionGradients { weight: None, bias: Some(&dbias) };
-        let (operands, into) = (Operands::new(&x, projection, &labels), Gradients::new(&dx, gradients));
+        let into = Gradients::new(&dx, gradients);
         backward(&operands, &lse, 1.0, &into, 64, &ws).unwrap();
         (read(&lse), read(&dbias))
     });
@@ -114,7 +116,8 @@ fn a_bias_has_the_same_gradient_on_any_number_of_threads() {
 fn a_bias_of_another_size_is_refused_by_name() {
     let (x, weight, bias, lse) = (output(&[2, 3]), output(&[5, 3]), output(&[4]), output(&[2]));
     let projection = Projection { weight: &weight, bias: Some(&bias) };
-    let error = forward(&x, projection, &Labels::new([0, 1]), 2, &lse, &Workspace::new()).unwrap_err();
+    let error = forward(&Operands::new(&x, projection, &Labels::new([0, 1])), 2, &lse, &Workspace::new())
+        .unwrap_err();
     assert!(matches!(error, OpError::Shape { argument: "bias", .. }), "{error}");
     let (right, dx) = (output(&[5]), output(&[2, 3]));
     let projection = Projection { weight: &weight, bias: Some(&right) };

@@ -43,7 +43,7 @@ fn slices_have_the_losses_and_gradients_of_the_whole_vocabulary_on_every_target(
                 let statistics = narrowed(&all, &(index..index + 1)).reshape((2, n)).unwrap();
                 let (weight, bias) = (narrowed(&weight, classes), narrowed(&bias, classes));
                 let projection = Projection { weight: &weight, bias: Some(&bias) };
-                slice::forward(&x, projection, &labels, tiles, &statistics, &ws).unwrap();
+                slice::forward(&Operands::new(&x, projection, &labels), tiles, &statistics, &ws).unwrap();
             }
             let lse = output(&[n]);
             let loss = slice::combine(&all, &lse, 0..n).unwrap().sum().unwrap();
@@ -96,7 +96,7 @@ fn labels_of_a_slice_are_its_own_or_elsewhere() {
     let (x, weight, statistics) = (output(&[2, 3]), output(&[5, 3]), output(&[2, 2]));
     for (label, valid) in [(5, false), (IGNORED, false), (ELSEWHERE, true)] {
         let labels = Labels::new([4, label]);
-        let result = slice::forward(&x, &weight, &labels, 2, &statistics, &Workspace::new());
+        let result = slice::forward(&Operands::new(&x, &weight, &labels), 2, &statistics, &Workspace::new());
         let error = result.err().map(|error| error.to_string());
         let expected = format!(
             "lm_head_loss::slice::forward: `labels[1]` is {label}, valid are 0..5 and -1 (in another slice)"
