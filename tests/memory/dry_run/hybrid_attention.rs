@@ -145,7 +145,7 @@ pub(super) fn cases() -> Vec<RunCase> {
             .sp(2)
             .ulysses("loss_tile_tokens", 5),
         divided("a head with a bias, pp 2, a ring of 2, tp 2", head_bias(false), 2).ring(2),
-        case("a head with a bias in bf16", head_bias(false), 24).sp(2).bf16(),
+        case("a head with a bias in bf16", head_bias(false), 24).sp(2).bf16().stage(0),
         case("latent attention, 2 x 3", latent(), 23).dp(2).sp(3),
         case("latent attention, 1 x 2, recomputed", latent(), 22).sp(2).saves_output(false),
         case("latent attention, 1 x 5, outputs kept", latent(), 22).sp(5).saves_output(true),
