@@ -4,11 +4,14 @@ use super::parameter_groups::NamePattern;
 use crate::config_file::define::words::{choice, key, section};
 use crate::config_file::define::{FieldValue, Listed, choices, keys};
 use crate::config_file::reader::Section;
-use crate::config_file::vocabulary::Value;
+use crate::config_file::vocabulary::{Array, Value};
 use serde_json::Value as Json;
 
 /// Limit on the time and memory that a hostile file can take: specs, and patterns of each.
 const MAX_PATTERNS: usize = 100;
+
+const PATTERNS: Array =
+    Array { min_len: 1, max_len: MAX_PATTERNS, ..Array::new(&Value::Text, "1 to 100 patterns") };
 
 keys! {
     /// Tensor parallelism (DeepSpeed's AutoTP).
@@ -35,7 +38,7 @@ keys! {
     pub struct LayerSpec {
         /// Regular expressions that match full names of weights from their start on, as Python's `re.match`. Each must match a
         /// weight with two dimensions.
-        pub patterns: Vec<NamePattern> = key(Value::LIST).required(),
+        pub patterns: Vec<NamePattern> = key(Value::Array(PATTERNS)).required(),
         /// "column": each rank has some outputs; "row": some inputs, and outputs are summed; "skip": every rank has the whole weight.
         pub partition_type: PartitionType = choice().text("column"),
     }
@@ -138,16 +141,12 @@ impl Listed for LayerSpec {
 
 impl FieldValue for Vec<NamePattern> {
     fn read(section: &Section<'_>, name: &str) -> Self {
-        let texts: Vec<String> = section.elements(name);
-        if texts.is_empty() || texts.len() > MAX_PATTERNS {
-            section.contradiction(name, &format!("1 to {MAX_PATTERNS} patterns"));
-            return Self::new();
-        }
+        let texts: Vec<String> = section.get(name).unwrap_or_default();
         let compile = |(index, text): (usize, String)| {
             let pattern = NamePattern::from_start(&text);
             pattern.map_err(|expected| section.contradiction_within(name, &[index], &expected)).ok()
         };
-        texts.into_iter().enumerate().filter_map(compile).collect()
+        texts.into_iter().take(MAX_PATTERNS).enumerate().filter_map(compile).collect()
     }
 
     fn written(&self) -> Option<Json> {

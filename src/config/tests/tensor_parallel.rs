@@ -106,6 +106,12 @@ fn specs_without_patterns_are_refused() {
         let refused = refusal(&spec, &Overrides::default());
         assert!(refused.contains("layer_specs[0].patterns") && refused.contains("1 to 100"), "{refused}");
     }
+    let spec = r#""tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": ["a", 3, "b"]}]}}"#;
+    let refused = refusal(spec, &Overrides::default());
+    assert!(
+        refused.contains("layer_specs[0].patterns[1]`: expected a non-empty string, found 3"),
+        "{refused}"
+    );
 }
 
 #[test]

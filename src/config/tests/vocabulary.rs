@@ -41,6 +41,7 @@ fn sample(key: &Key) -> Value {
             Kind::Array(_) => json!([[10, 2048]]),
             Kind::Rule => json!([["a machine", "1x1", { "seed": 2 }]]),
             Kind::Section(_) => json!([]),
+            Kind::Text => json!(["x"]),
             Kind::Anything => json!(["all_reduce"]),
             _ if array.max_len == 2 => json!([2, 2]),
             _ => json!([2, 3]),
