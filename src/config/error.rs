@@ -3,7 +3,7 @@
 use super::batch::BatchError;
 use super::mesh_shape::MeshShapeError;
 use crate::config_file::ConfigFileError;
-use crate::config_file::reader::Place;
+use crate::config_file::reader::{Diagnostic, Place};
 use crate::mesh::MeshError;
 
 /// An invalid config, or one that cannot be read.
@@ -78,13 +78,23 @@ pub enum ConfigError {
         /// The setting that it resolves to.
         source_of_value: &'static str,
     },
-    /// A command-line flag is invalid, or out of range.
-    #[error("{flag}: {reason}")]
-    InvalidFlag {
-        /// The flag, with its value if it is one of several.
+    /// The value of a flag that sets a key is invalid.
+    #[error("{flag}: {fault}")]
+    InvalidSetting {
+        /// The flag, with its value.
         flag: String,
         /// The problem.
-        reason: String,
+        fault: Box<Diagnostic>,
+    },
+    /// A command-line flag is out of range.
+    #[error("--{flag}: expected {expected}, found {found}")]
+    InvalidFlag {
+        /// The flag, without dashes.
+        flag: &'static str,
+        /// The valid values.
+        expected: String,
+        /// The given value.
+        found: String,
     },
     /// A required setting is not set.
     #[error("`ulysses.{key}` is not set: set it in the config file, or pass --{flag}")]

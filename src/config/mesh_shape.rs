@@ -1,5 +1,6 @@
 //! The sizes of the mesh axes, on which a file, or the flags that replace its sizes, and the world size must agree.
 
+use super::sections::pipeline::{PipelineSchedule, stages_of_each};
 use crate::config_file::reader::Position;
 use crate::mesh::{Axis, MeshShape, PerAxis};
 use std::fmt;
@@ -109,13 +110,74 @@ pub enum MeshShapeError {
         /// The mesh.
         mesh: MeshShape,
     },
-    /// A setting that the mesh does not allow.
-    #[error("{reason}")]
-    Setting {
-        /// The key.
-        key: &'static str,
-        /// The contradiction, and what would be valid.
-        reason: String,
+    /// The ring size does not divide sp.
+    #[error("`ulysses.ring_size` {ring_size} does not divide sp {sp}: a ring has groups of equal size")]
+    RingSize {
+        /// Ranks of a ring.
+        ring_size: usize,
+        /// Sequence-parallel ranks.
+        sp: usize,
+    },
+    /// Flexible sequence parallelism on a ring.
+    #[error(
+        "`ulysses.flexible_sp` does not support rings, but `ulysses.ring_size` is {ring_size}: set `ulysses.flexible_sp` to \
+         false, or use no ring and at most as many sp ranks as the model has query heads"
+    )]
+    FlexibleRing {
+        /// Ranks of a ring.
+        ring_size: usize,
+    },
+    /// A feature that does not support an axis.
+    #[error(
+        "{axis} is {size}, but {feature} does not support {parallelism} parallelism: {remedy}, or use {axis} 1"
+    )]
+    Unsupported {
+        /// The axis.
+        axis: &'static str,
+        /// Its ranks.
+        size: usize,
+        /// Its kind of parallelism.
+        parallelism: &'static str,
+        /// The feature, by its key or, if it has a value, in words.
+        feature: String,
+        /// The change that makes the config valid.
+        remedy: &'static str,
+    },
+    /// A schedule without several stages per rank.
+    #[error(
+        "`ulysses.pipeline.virtual_stages` is {virtual_stages}, but the schedule \"{}\" has one stage per rank: use \"1f1b\", \
+         which is then interleaved, or virtual_stages 1",
+        schedule.name()
+    )]
+    OneStageSchedule {
+        /// Stages of each rank.
+        virtual_stages: usize,
+        /// The schedule.
+        schedule: PipelineSchedule,
+    },
+    /// Micro batches that the interleaved schedule cannot group.
+    #[error(
+        "`ulysses.pipeline.virtual_stages` needs micro batches in groups of pp {pp}, but there are {accumulation} \
+         (`gradient_accumulation_steps`): use a multiple of {pp}, or virtual_stages 1"
+    )]
+    InterleavedMicroBatches {
+        /// Ranks of the pipeline.
+        pp: usize,
+        /// Micro batches of a step.
+        accumulation: usize,
+    },
+    /// `ulysses.pipeline.layers_per_stage` is for another number of stages.
+    #[error(
+        "pp is {pp}{}, but `ulysses.pipeline.layers_per_stage` has {entries} entries: expected one for each stage, or remove it",
+        stages_of_each(*virtual_stages)
+    )]
+    LayersPerStage {
+        /// Ranks of the pipeline.
+        pp: usize,
+        /// Stages of each rank.
+        virtual_stages: usize,
+        /// Entries.
+        entries: usize,
     },
 }
 

@@ -55,7 +55,7 @@ pub use crate::config_file::ConfigFileError;
 pub use crate::config_file::reader::{Diagnostic, Excerpt, Note, Place, Position, Problem, Severity};
 pub use crate::config_file::vocabulary::DEEPSPEED_VERSION;
 pub use crate::mesh::MeshShape;
-pub use crate::optim::*;
+pub use crate::optim::{Adagrad, Adam, Lamb, Lion, OptimizerConfig, Sgd};
 pub use batch::{BatchError, BatchSizes};
 pub use config::{Config, LossNormalization, ResolvedAuto};
 pub use describe::{UnknownKey, explain, json_schema, reference_markdown};

@@ -86,8 +86,8 @@ impl Overrides {
     }
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {
-        let invalid = |flag: &str, reason: &str| {
-            Err(ConfigError::InvalidFlag { flag: format!("--{flag}"), reason: reason.to_owned() })
+        let invalid = |flag, expected: &str, found: &str| {
+            Err(ConfigError::InvalidFlag { flag, expected: expected.to_owned(), found: found.to_owned() })
         };
         let counts = [
             ("mesh", self.mesh.is_some_and(|mesh| mesh.into_array().contains(&0))),
@@ -97,10 +97,10 @@ impl Overrides {
             ("threads-per-rank", self.threads_per_rank == Some(0)),
         ];
         if let Some((flag, _)) = counts.into_iter().find(|(_, is_zero)| *is_zero) {
-            return invalid(flag, "expected at least 1, found 0");
+            return invalid(flag, "at least 1", "0");
         }
         if self.steps.is_some() && self.epochs.is_some() {
-            return invalid("epochs", "expected either --steps or --epochs, found both");
+            return invalid("epochs", "either --steps or --epochs", "both");
         }
         let is_empty = |text: &Option<String>| text.as_deref() == Some("");
         let texts = [
@@ -110,7 +110,7 @@ impl Overrides {
             ("data", self.data.iter().any(|source| source.path.is_empty())),
         ];
         match texts.into_iter().find(|(_, is_empty)| *is_empty) {
-            Some((flag, _)) => invalid(flag, "expected a non-empty string, found an empty one"),
+            Some((flag, _)) => invalid(flag, "a non-empty string", "an empty one"),
             None => Ok(()),
         }
     }

@@ -9,7 +9,7 @@ use super::overrides::Overrides;
 use super::raw::{RawConfig, TOTAL_NUM_STEPS};
 use super::sections::mesh_rules::MeshRule;
 use super::sections::mesh_spec::StatedMesh;
-use super::sections::pipeline::{PipelineConfig, PipelineSchedule, stages_of_each};
+use super::sections::pipeline::{PipelineConfig, PipelineSchedule};
 use super::sections::zero::PartitionAxes;
 use crate::config_file::reader::Note;
 use crate::mesh::{MeshError, MeshShape, MeshSpec, PP_AXIS, TP_AXIS};
@@ -230,17 +230,13 @@ impl Resolution<'_> {
 
 fn check_ring(config: &Config) -> Result<(), MeshShapeError> {
     let (ring_size, sp) = (config.ulysses.ring_size, config.mesh.sp_size);
-    let reason = if !sp.is_multiple_of(ring_size) {
-        format!("`ulysses.ring_size` {ring_size} does not divide sp {sp}: a ring has groups of equal size")
-    } else if config.ulysses.flexible_sp && ring_size > 1 {
-        format!(
-            "`ulysses.flexible_sp` does not support rings, but `ulysses.ring_size` is {ring_size}: set `ulysses.flexible_sp` to \
-             false, or use no ring and at most as many sp ranks as the model has query heads"
-        )
-    } else {
-        return Ok(());
-    };
-    Err(MeshShapeError::Setting { key: "ulysses.ring_size", reason })
+    if !sp.is_multiple_of(ring_size) {
+        return Err(MeshShapeError::RingSize { ring_size, sp });
+    }
+    if config.ulysses.flexible_sp && ring_size > 1 {
+        return Err(MeshShapeError::FlexibleRing { ring_size });
+    }
+    Ok(())
 }
 
 /// Refuses what supports neither pipeline nor tensor parallelism.
@@ -265,41 +261,25 @@ fn check_divided_model(config: &Config) -> Result<(), MeshShapeError> {
         Some(size) if key == SHARD_SIZE => format!("ZeRO's shard size, {size},"),
         _ => format!("`{key}`"),
     };
-    let reason = format!(
-        "{axis} is {size}, but {feature} does not support {parallelism} parallelism: {remedy}, or use {axis} 1"
-    );
-    Err(MeshShapeError::Setting { key, reason })
+    Err(MeshShapeError::Unsupported { axis, size, parallelism, feature, remedy })
 }
 
 /// Checks that the stages of a pipeline can be scheduled, and that `layers_per_stage` has an entry for each.
 fn check_stages(config: &Config) -> Result<(), MeshShapeError> {
     let (pp, accumulation) = (config.mesh.pp_size, config.gradient_accumulation_steps);
-    let PipelineConfig { schedule, virtual_stages, layers_per_stage } = &config.ulysses.pipeline;
-    let entries = layers_per_stage.as_ref().map(Vec::len);
-    let other_entries = entries.filter(|entries| *entries != pp.saturating_mul(*virtual_stages));
-    let (key, reason) = if pp == 1 {
+    if pp == 1 {
         return Ok(());
-    } else if *virtual_stages > 1 && *schedule != PipelineSchedule::OneForwardOneBackward {
-        let reason = format!(
-            "`ulysses.pipeline.virtual_stages` is {virtual_stages}, but the schedule \"{}\" has one stage per rank: use \"1f1b\", \
-             which is then interleaved, or virtual_stages 1",
-            schedule.name()
-        );
-        ("ulysses.pipeline.virtual_stages", reason)
-    } else if *virtual_stages > 1 && !accumulation.is_multiple_of(pp) {
-        let reason = format!(
-            "`ulysses.pipeline.virtual_stages` needs micro batches in groups of pp {pp}, but there are {accumulation} \
-             (`gradient_accumulation_steps`): use a multiple of {pp}, or virtual_stages 1"
-        );
-        ("ulysses.pipeline.virtual_stages", reason)
-    } else if let Some(entries) = other_entries {
-        let reason = format!(
-            "pp is {pp}{}, but `ulysses.pipeline.layers_per_stage` has {entries} entries: expected one for each stage, or remove it",
-            stages_of_each(*virtual_stages)
-        );
-        ("ulysses.pipeline.layers_per_stage", reason)
-    } else {
-        return Ok(());
-    };
-    Err(MeshShapeError::Setting { key, reason })
+    }
+    let PipelineConfig { schedule, virtual_stages, ref layers_per_stage } = config.ulysses.pipeline;
+    if virtual_stages > 1 && schedule != PipelineSchedule::OneForwardOneBackward {
+        return Err(MeshShapeError::OneStageSchedule { virtual_stages, schedule });
+    }
+    if virtual_stages > 1 && !accumulation.is_multiple_of(pp) {
+        return Err(MeshShapeError::InterleavedMicroBatches { pp, accumulation });
+    }
+    let num_stages = pp.saturating_mul(virtual_stages);
+    if let Some(entries) = layers_per_stage.as_ref().map(Vec::len).filter(|entries| *entries != num_stages) {
+        return Err(MeshShapeError::LayersPerStage { pp, virtual_stages, entries });
+    }
+    Ok(())
 }

@@ -137,10 +137,7 @@ impl Settings {
 
 impl SetDocument {
     fn apply<'a>(&'a self, root: &mut Object<'a>) -> Result<(), ConfigError> {
-        let invalid = |fault: Box<super::Diagnostic>| ConfigError::InvalidFlag {
-            flag: self.setting.flag.clone(),
-            reason: fault.to_string(),
-        };
+        let invalid = |fault| ConfigError::InvalidSetting { flag: self.setting.flag.clone(), fault };
         let from = parse(&self.text).map_err(invalid)?;
         let is_present = from.properties.iter().any(|property| root.get(property.name.as_str()).is_some());
         if !(self.setting.is_default && is_present) {

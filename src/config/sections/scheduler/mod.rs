@@ -89,10 +89,9 @@ impl SchedulerConfig {
         if own == lr {
             return Ok(());
         }
-        let reason = format!(
-            "expected {own}, the rate of the schedule (to change both: --set scheduler.params.{key}={lr}), found {lr}"
-        );
-        Err(ConfigError::InvalidFlag { flag: "--lr".to_owned(), reason })
+        let expected =
+            format!("{own}, the rate of the schedule (to change both: --set scheduler.params.{key}={lr})");
+        Err(ConfigError::InvalidFlag { flag: "lr", expected, found: lr.to_string() })
     }
 
     /// Returns a note on parameters that are valid, but hardly meant.
