@@ -1,7 +1,7 @@
 //! [`BlockContext`]: what a block written with candle ops gets in addition to its parameters and input.
 
 use super::sum_node::autograd_sum;
-use super::{LayerContext, LayerError, ParallelStyle, ParameterSpec, autograd_attention};
+use super::{LayerContext, LayerError, NumHeads, ParallelStyle, ParameterSpec, autograd_attention};
 use candle_core::{D, Error, Result, Tensor};
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -96,7 +96,7 @@ impl<'a> BlockContext<'a> {
     /// # Errors
     /// Shapes that do not fit, or failed communication.
     pub fn attention(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let layout = self.layer.attention_layout(q.dims4()?.2, k.dims4()?.2);
+        let layout = self.layer.attention_layout(NumHeads { q: q.dims4()?.2, kv: k.dims4()?.2 });
         autograd_attention(self.layer.attention().clone(), &layout, q, k, v)
     }
 

@@ -19,15 +19,15 @@ pub struct Branch {
     residual: Residual,
 }
 
-/// Where the input of a branch is added.
+/// What adds the input of a branch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Residual {
-    /// In the last matmul of the module, if nothing is in between.
-    InModule,
-    /// After the module.
-    AfterModule,
-    /// Nowhere: the module is called alone.
-    Outside,
+    /// The module, in its last matmul if nothing is in between.
+    Module,
+    /// The branch, after the module.
+    Branch,
+    /// The caller of the module, which is called alone.
+    Caller,
 }
 
 /// The tokens that a module gets: those of the residual stream, through the branch around it.
@@ -40,11 +40,19 @@ pub struct BranchInput<'a> {
 }
 
 /// The gradients around a module in a backward pass.
+///
+/// # Shapes
+/// Both: `[batch, seq_local, hidden]`.
 #[derive(Debug, Clone, Copy)]
 pub struct BranchGradients<'a> {
     /// The gradient of the module's output.
     pub dy: &'a Tensor,
-    /// The gradient of the branch's result, to which the module adds; one that is called alone overwrites it. May be `dy`.
+    /// In a branch, also [beside](Branch::module_beside) another one: the gradient of the result, to which the module adds that of its
+    /// input.
+    ///
+    /// Of a module [alone](Branch::residual_by_caller): overwritten with the gradient of its input. It may be the tensor `dy`.
+    ///
+    /// An [`Mlp`](super::Mlp) reads the gradient of its result from it instead of `dy`, since it joins its branch itself.
     pub dx: &'a Tensor,
 }
 
@@ -71,19 +79,19 @@ impl Branch {
             before: names.before.map(&mut add),
             after: names.after.map(add),
             multiplier,
-            residual: Residual::InModule,
+            residual: Residual::Module,
         }
     }
 
-    /// A module alone, `y = module(x)`: the branch is elsewhere.
-    pub fn module_alone() -> Self {
-        Self { before: None, after: None, multiplier: 1.0, residual: Residual::Outside }
+    /// A module alone, `y = module(x)`: its caller adds the residual.
+    pub fn residual_by_caller() -> Self {
+        Self { before: None, after: None, multiplier: 1.0, residual: Residual::Caller }
     }
 
-    /// The same branch around a module that is called alone.
+    /// The same branch around a module that is called [alone](Self::residual_by_caller): the branch adds the residual.
     #[must_use]
-    pub fn around_module_alone(self) -> Self {
-        Self { residual: Residual::AfterModule, ..self }
+    pub fn residual_by_branch(self) -> Self {
+        Self { residual: Residual::Branch, ..self }
     }
 
     /// What the module gets of the residual stream `x`.
@@ -91,15 +99,15 @@ impl Branch {
         BranchInput { branch: self, x }
     }
 
-    /// Whether its module is [called alone](Self::around_module_alone).
-    pub fn is_around_module_alone(&self) -> bool {
-        self.residual == Residual::AfterModule
+    /// Whether the [branch](Self::residual_by_branch) adds the residual, not its module.
+    pub fn has_residual_by_branch(&self) -> bool {
+        self.residual == Residual::Branch
     }
 
     /// A module alone behind the same norm: beside that of another branch, of which the sum has both.
     #[must_use]
     pub fn module_beside(&self) -> Self {
-        Self { before: self.before.clone(), ..Self::module_alone() }
+        Self { before: self.before.clone(), ..Self::residual_by_caller() }
     }
 
     /// Nothing is between the module and the sum.
@@ -108,7 +116,7 @@ impl Branch {
     }
 
     fn is_fused(&self) -> bool {
-        self.is_plain() && self.residual == Residual::InModule
+        self.is_plain() && self.residual == Residual::Module
     }
 
     /// The gradient of the module's output depends on that output.
@@ -145,7 +153,7 @@ impl Branch {
     ) -> Result<(), LayerError> {
         match &self.before {
             Some(norm) => norm.backward(dy, x, rstd, dx, true, pass),
-            None if self.residual == Residual::Outside => Ok(strided_copy::copy(dy, dx)?),
+            None if self.residual == Residual::Caller => Ok(strided_copy::copy(dy, dx)?),
             None => Ok(elementwise::accumulate(dx, dy)?),
         }
     }
@@ -169,7 +177,7 @@ impl Branch {
     /// # Errors
     /// Shapes that do not fit.
     pub fn join(&self, x: &Tensor, output: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
-        if self.is_fused() || self.residual == Residual::Outside {
+        if self.is_fused() || self.residual == Residual::Caller {
             return Ok(output.clone());
         }
         let y = match &self.after {

@@ -327,11 +327,10 @@ impl LayerContext {
         &self.workspace
     }
 
-    /// The attention layout for `num_heads` query heads, with `num_heads / num_kv_heads` query heads per KV
-    /// head.
-    pub fn attention_layout(&self, num_heads: usize, num_kv_heads: usize) -> AttentionLayout {
+    /// The attention layout for these heads.
+    pub fn attention_layout(&self, heads: NumHeads) -> AttentionLayout {
         let (mask, logits) = Default::default();
-        let layout = self.attention_layout_with(NumHeads { q: num_heads, kv: num_kv_heads }, mask, logits);
+        let layout = self.attention_layout_with(heads, mask, logits);
         layout.unwrap_or_else(|_| unreachable!("there is no window"))
     }
 

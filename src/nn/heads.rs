@@ -132,6 +132,18 @@ pub(super) fn scaled(ranges: &[Range<usize>], factor: usize) -> Vec<Range<usize>
     ranges.iter().map(|range| scaled_range(range, factor)).collect()
 }
 
+/// Divides `count` items, of which ranks share none, over the ranks of tp as evenly as possible.
+///
+/// # Errors
+/// More ranks than items; `layer` is the name for the error.
+pub(super) fn even_ranges(
+    layer: &str,
+    count: usize,
+    tp: TensorRank,
+) -> Result<Vec<Range<usize>>, LayerError> {
+    Ok(NumHeads::ungrouped(count).divide(layer, tp)?.q)
+}
+
 /// One range for each rank, as lists of ranges.
 pub(super) fn one_each(ranks: &[Range<usize>]) -> Vec<Vec<Range<usize>>> {
     ranks.iter().map(|own| vec![own.clone()]).collect()

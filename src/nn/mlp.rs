@@ -1,8 +1,9 @@
 //! The MLP of a block with its norm and residual, in tiles of tokens.
 
+use super::heads::even_ranges;
 use super::{
-    BackwardPass, BranchInput, ForwardPass, GroupNames, LayerError, Linear, ModuleWeights, NumHeads,
-    ParameterList, TensorRank, recycle_unless, token_rows,
+    BackwardPass, BranchInput, ForwardPass, GroupNames, LayerError, Linear, ModuleWeights, ParameterList,
+    TensorRank, recycle_unless, token_rows,
 };
 use candle_core::Tensor;
 use std::ops::Range;
@@ -105,7 +106,7 @@ impl Mlp {
     /// # Errors
     /// More ranks than intermediate elements.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
-        let own = NumHeads::ungrouped(self.gate.num_outputs()).divide(parameters.layer(), tp)?.q;
+        let own = even_ranges(parameters.layer(), self.gate.num_outputs(), tp)?;
         match &mut self.up {
             Some(up) => Linear::divide_outputs(parameters, [&mut self.gate, up], [&own, &own], tp.rank),
             None => Linear::divide_outputs(parameters, [&mut self.gate], [&own], tp.rank),
@@ -154,11 +155,11 @@ impl Mlp {
         Ok((y, saved))
     }
 
-    /// Backward of [`forward`](Self::forward). `dy` becomes the gradient of the residual stream before the branch. What the forward pass did not save is
-    /// recomputed, tile by tile.
+    /// Backward of [`forward`](Self::forward). `dx` is that of [`BranchGradients`](super::BranchGradients): the gradient of the result
+    /// becomes that of `input.x`. What the forward pass did not save is recomputed, tile by tile.
     ///
     /// # Shapes
-    /// `dy`: `[batch, seq_local, hidden]`.
+    /// `dx`: `[batch, seq_local, hidden]`.
     ///
     /// # Errors
     /// A refused operation.
@@ -166,7 +167,7 @@ impl Mlp {
         &self,
         input: BranchInput<'_>,
         mut saved: Option<MlpSaved>,
-        dy: &Tensor,
+        dx: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         for tile in pass.ctx().token_tiles() {
@@ -178,7 +179,7 @@ impl Mlp {
                 }
             };
             let x = token_rows(input.x, &tile)?;
-            self.backward_tile(input.branch.input(&x), saved, &token_rows(dy, &tile)?, pass)?;
+            self.backward_tile(input.branch.input(&x), saved, &token_rows(dx, &tile)?, pass)?;
         }
         Ok(())
     }
@@ -188,24 +189,24 @@ impl Mlp {
         &self,
         BranchInput { branch, x }: BranchInput<'_>,
         MlpSaved { projections, output }: MlpSaved,
-        dy: &Tensor,
+        dx: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         let (forward, ws) = (&pass.forward, pass.forward.workspace());
         let product = self.product(&projections, forward)?;
         let output = || match output {
-            Some(output) => Ok(output.reshape(dy.shape())?),
+            Some(output) => Ok(output.reshape(dx.shape())?),
             None => {
-                let output = ws.alloc(dy.dims())?;
+                let output = ws.alloc(dx.dims())?;
                 self.down.forward(&product, &output, false, forward)?;
                 Ok(output)
             }
         };
-        let doutput = branch.backward_join(output, dy, pass)?;
+        let doutput = branch.backward_join(output, dx, pass)?;
         self.down.backward_weight(&doutput, &product, pass)?;
         let dproduct = product;
         self.down.backward_input(&doutput, &dproduct, false, forward)?;
-        recycle_unless(doutput, dy, forward);
+        recycle_unless(doutput, dx, forward);
         let GateUp { gate, up } = projections;
         let up = up.map_or_else(|| ones(&gate, forward), Ok)?;
         let (dgate, dup) = (ws.alloc(gate.dims())?, ws.alloc(gate.dims())?);
@@ -223,7 +224,7 @@ impl Mlp {
         if let Some(up) = &self.up {
             up.backward_input(&dup, &dnormed, true, forward)?;
         }
-        branch.backward_enter(&dnormed, x, &rstd, dy, pass)?;
+        branch.backward_enter(&dnormed, x, &rstd, dx, pass)?;
         forward.recycle([dgate, dup, dnormed, rstd]);
         Ok(())
     }

@@ -225,6 +225,11 @@ impl<'a> ForwardPass<'a> {
     pub fn recycle(&self, tensors: impl IntoIterator<Item = Tensor>) {
         tensors.into_iter().for_each(|tensor| self.workspace().recycle(tensor));
     }
+
+    /// The error of saved state that is not that of the layer.
+    pub(crate) fn foreign_state(&self) -> LayerError {
+        LayerError::foreign_state(self.layer)
+    }
 }
 
 impl Index<Parameter> for ForwardPass<'_> {

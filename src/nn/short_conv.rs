@@ -10,11 +10,11 @@
 //! sequence's ranks is the whole.
 
 use super::causal_conv::CausalConv;
-use super::heads::one_each;
+use super::heads::{even_ranges, one_each};
 use super::shard::{ExtendedTokens, Reach};
 use super::{
-    BackwardPass, BranchGradients, BranchInput, ForwardPass, GroupNames, HeadDivision, HeadTransfer, Heads,
-    LayerError, Linear, ModuleWeights, NumHeads, ParameterList, TensorRank, token_dims, token_rows,
+    BackwardPass, BranchGradients, BranchInput, ForwardPass, GroupNames, HeadTransfer, LayerError, Linear,
+    ModuleWeights, NumHeads, ParameterList, TensorRank, token_dims, token_rows,
 };
 use candle_core::Tensor;
 use std::ops::Range;
@@ -43,9 +43,9 @@ impl ShortConvConfig {
     ///
     /// # Errors
     /// More ranks than channels; `layer` is the name for the error.
-    pub fn divided(self, layer: &str, tp: TensorRank) -> Result<(Self, HeadDivision), LayerError> {
-        let division = self.heads().divide(layer, tp)?;
-        Ok((Self { channels: division.num_heads(tp.rank).q, ..self }, division))
+    pub fn divided(self, layer: &str, tp: TensorRank) -> Result<(Self, Vec<Range<usize>>), LayerError> {
+        let ranges = even_ranges(layer, self.channels, tp)?;
+        Ok((Self { channels: ranges[tp.rank].len(), ..self }, ranges))
     }
 }
 
@@ -111,7 +111,7 @@ impl ShortConv {
     /// # Errors
     /// More ranks than channels.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
-        let (shape, Heads { q: own, .. }) = self.shape.divided(parameters.layer(), tp)?;
+        let (shape, own) = self.shape.divided(parameters.layer(), tp)?;
         Linear::divide_outputs(parameters, self.input.each_mut(), [&own[..]; 3], tp.rank);
         self.conv.divide(parameters, &one_each(&own), tp.rank);
         self.out.divide_inputs(parameters, &own, tp.rank);

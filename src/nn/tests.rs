@@ -103,7 +103,7 @@ fn a_branch_without_a_norm_does_not_copy_its_input() {
     let (parameters, ctx) = (ParameterList::new("layer"), context(1, 3));
     let x = random(&[1, 3, 4], 0);
     let pass = parameters.forward(&[], &ctx).unwrap();
-    assert_eq!(Branch::module_alone().enter(&x, &x, &pass).unwrap().id(), x.id());
+    assert_eq!(Branch::residual_by_caller().enter(&x, &x, &pass).unwrap().id(), x.id());
 }
 
 #[test]

@@ -289,11 +289,10 @@ impl TokenMixer {
         gradients: BranchGradients<'_>,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
-        let foreign = || LayerError::foreign_state(pass.forward.layer);
         if let Self::Attention(attention) = self {
             let chunks = saved.into_iter().map(|saved| match saved {
                 MixerSaved::Attention(saved) => Ok(saved),
-                _ => Err(foreign()),
+                _ => Err(pass.forward.foreign_state()),
             });
             return attention.backward(input, chunks.collect::<Result<_, _>>()?, gradients, pass);
         }
@@ -311,7 +310,7 @@ impl TokenMixer {
             (Self::Mlp(mlp), Some(MixerSaved::Mlp(saved))) => {
                 mlp.backward(input, Some(saved), gradients.dx, pass)
             }
-            _ => Err(foreign()),
+            _ => Err(pass.forward.foreign_state()),
         }
     }
 }

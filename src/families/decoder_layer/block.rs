@@ -70,11 +70,6 @@ impl SavedBlock {
     }
 }
 
-/// The error of saved state that is not that of the layer.
-pub(super) fn foreign(pass: &ForwardPass<'_>) -> LayerError {
-    LayerError::foreign_state(pass.layer)
-}
-
 impl<B: Block> Layer for B {
     fn name(&self) -> &str {
         self.parameter_list().layer()
@@ -152,7 +147,7 @@ impl<B: Block> Layer for B {
     ) -> Result<Tensor, LayerError> {
         let pass = self.parameter_list().backward(params, grads, ctx)?;
         let mut checkpoint = checkpoint.into_iter();
-        let x = checkpoint.next().ok_or_else(|| foreign(&pass.forward))?;
+        let x = checkpoint.next().ok_or_else(|| pass.forward.foreign_state())?;
         let saved = self.recompute(x, &mut checkpoint, &pass.forward)?;
         self.run_backward(saved, dy, &pass)
     }

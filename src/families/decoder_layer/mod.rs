@@ -1,7 +1,7 @@
 //! The decoder block.
 
 mod block;
-mod divided_branch;
+mod module_call;
 mod parallel;
 mod single_branch;
 
@@ -15,7 +15,7 @@ use crate::nn::{
     MixerKept, MixerParts, Mlp, MlpConfig, MlpProjections, MlpSaved, ModuleWeights, Parameter, ParameterList,
     TensorRank, TokenMixer, WeightLayout, WeightSpec, recycle_unless,
 };
-use block::{Block, BlockOutputs, SavedBlock, foreign};
+use block::{Block, BlockOutputs, SavedBlock};
 use candle_core::Tensor;
 use ulysses_kernels::elementwise;
 use ulysses_kernels::glu::Activation;
@@ -30,7 +30,7 @@ use ulysses_kernels::glu::Activation;
 /// [`Llama`](DecoderParts::LLAMA) (arXiv 2302.13971) has the inner norms only, and a multiplier of 1. Families choose their
 /// [`DecoderParts`].
 ///
-/// On a rank of tp both modules are parts, which are [called alone](Branch::around_module_alone), and the branches have some of the tokens.
+/// On a rank of tp both modules are parts, whose residuals their [branches add](Branch::residual_by_branch): these have some of the tokens.
 ///
 /// [`Tiling`](crate::nn::Tiling) limits memory: the MLP runs in tiles of tokens, the attention in head chunks.
 #[derive(Debug)]
@@ -168,7 +168,7 @@ impl DecoderLayer {
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
         let run = |input: BranchInput<'_>| self.mlp.forward(input, keep, pass);
-        divided_branch::run(self.mlp_branch.input(mid), run, pass)
+        module_call::run(self.mlp_branch.input(mid), run, pass)
     }
 
     /// Multiplies the result of the layer, or its gradient, by the constant factor, if there is one.
@@ -192,8 +192,8 @@ impl Block for DecoderLayer {
     fn divide(mut self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
         self.mixer.divide(&mut self.parameters, tp)?;
         self.mlp.divide(&mut self.parameters, tp)?;
-        self.attention_branch = self.attention_branch.around_module_alone();
-        self.mlp_branch = self.mlp_branch.around_module_alone();
+        self.attention_branch = self.attention_branch.residual_by_branch();
+        self.mlp_branch = self.mlp_branch.residual_by_branch();
         Ok(Box::new(self))
     }
 
@@ -205,11 +205,11 @@ impl Block for DecoderLayer {
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
         let Self { attention_branch, mixer, mlp_branch, .. } = self;
         let attend = |input: BranchInput<'_>| Ok((mixer.forward(input, kept, pass)?, ()));
-        let output = divided_branch::run(attention_branch.input(x), attend, pass)?.0;
+        let output = module_call::run(attention_branch.input(x), attend, pass)?.0;
         let mid = attention_branch.join(x, &output, pass)?;
         let (mut y, mlp_state) = self.run_mlp(&mid, kept.is_state(), pass)?;
         let mut mlp = None;
-        if mlp_branch.is_around_module_alone() {
+        if mlp_branch.has_residual_by_branch() {
             let joined = mlp_branch.join(&mid, &y, pass)?;
             mlp = Some(std::mem::replace(&mut y, joined));
         }
@@ -229,14 +229,14 @@ impl Block for DecoderLayer {
     ) -> Result<SavedBlock, LayerError> {
         let Self { attention_branch, mixer, mlp_branch, .. } = self;
         let (output, mixer) = match mixer.checkpoint_has_output(pass.ctx) {
-            true => (kept.next().ok_or_else(|| foreign(pass))?, Vec::new()),
+            true => (kept.next().ok_or_else(|| pass.foreign_state())?, Vec::new()),
             false => {
                 let recompute = |input: BranchInput<'_>| mixer.recompute(input, kept, pass);
-                divided_branch::run(attention_branch.input(&x), recompute, pass)?
+                module_call::run(attention_branch.input(&x), recompute, pass)?
             }
         };
         let mut mlp = None;
-        if mlp_branch.is_around_module_alone() && mlp_branch.needs_output() {
+        if mlp_branch.has_residual_by_branch() && mlp_branch.needs_output() {
             let mid = attention_branch.join(&x, &output, pass)?;
             mlp = Some(self.run_mlp(&mid, false, pass)?.0);
             pass.recycle([mid]);
@@ -253,11 +253,13 @@ impl Block for DecoderLayer {
         let Self { attention_branch, mixer, mlp_branch, mlp, .. } = self;
         let forward = &pass.forward;
         let BlockOutputs { mixer: output, mlp_state, mlp: mlp_output } = outputs;
-        let output = output.ok_or_else(|| foreign(forward))?;
+        let output = output.ok_or_else(|| forward.foreign_state())?;
         self.multiply(&dy, forward)?;
         let mid = attention_branch.join(&x, &output, forward)?;
-        let doutput = match mlp_branch.is_around_module_alone() {
-            true => mlp_branch.backward_join(|| mlp_output.ok_or_else(|| foreign(forward)), &dy, pass)?,
+        let doutput = match mlp_branch.has_residual_by_branch() {
+            true => {
+                mlp_branch.backward_join(|| mlp_output.ok_or_else(|| forward.foreign_state()), &dy, pass)?
+            }
             false => dy.clone(),
         };
         // Without tp, `dx` is the gradient of the branch's result. The MLP turns it into that of `mid`, and does not need `dy`: it joins
@@ -267,18 +269,18 @@ impl Block for DecoderLayer {
             mlp.backward(input, mlp_state, gradients.dx, pass)
         };
         let gradients = BranchGradients { dy: &doutput, dx: &dy };
-        divided_branch::run_backward(mlp_branch.input(&mid), gradients, run_mlp, pass)?;
+        module_call::run_backward(mlp_branch.input(&mid), gradients, run_mlp, pass)?;
         recycle_unless(doutput, &dy, forward);
         recycle_unless(mid, &output, forward);
         let mut output = Some(output);
-        let take = || output.take().ok_or_else(|| foreign(forward));
+        let take = || output.take().ok_or_else(|| forward.foreign_state());
         let doutput = attention_branch.backward_join(take, &dy, pass)?;
         forward.recycle(output);
         let attend = |input: BranchInput<'_>, gradients: BranchGradients<'_>| {
             mixer.backward(input, saved, gradients, pass)
         };
         let gradients = BranchGradients { dy: &doutput, dx: &dy };
-        divided_branch::run_backward(attention_branch.input(&x), gradients, attend, pass)?;
+        module_call::run_backward(attention_branch.input(&x), gradients, attend, pass)?;
         recycle_unless(doutput, &dy, forward);
         Ok(dy)
     }

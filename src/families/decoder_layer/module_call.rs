@@ -1,6 +1,6 @@
-//! A branch around a module that the ranks of tp may divide: then it is called alone.
+//! The call of a branch's module: a whole one joins the branch itself, one that the ranks of tp divide is called alone.
 //!
-//! Norms and residual stream have some tokens per rank. Around a module, tokens are gathered, and its outputs, which are
+//! Norms and residual stream then have some tokens per rank. Around a module, tokens are gathered, and its outputs, which are
 //! partial sums, summed and scattered: the same bytes as an all-reduce of whole activations (arXiv 2205.05198, section 4.2.2).
 
 use crate::nn::{
@@ -14,12 +14,12 @@ pub(super) fn run<T>(
     module: impl FnOnce(BranchInput<'_>) -> Result<(Tensor, T), LayerError>,
     pass: &ForwardPass<'_>,
 ) -> Result<(Tensor, T), LayerError> {
-    if !input.branch.is_around_module_alone() {
+    if !input.branch.has_residual_by_branch() {
         return module(input);
     }
     let exchange = pass.ctx.token_exchange(pass.layer)?;
     let input = gather_input(input, pass)?;
-    let (partial, saved) = module(Branch::module_alone().input(&input))?;
+    let (partial, saved) = module(Branch::residual_by_caller().input(&input))?;
     let output = exchange.reduce_scatter(&partial)?;
     pass.recycle([input, partial]);
     Ok((output, saved))
@@ -32,7 +32,7 @@ pub(super) fn run_backward(
     module: impl FnOnce(BranchInput<'_>, BranchGradients<'_>) -> Result<(), LayerError>,
     pass: &BackwardPass<'_>,
 ) -> Result<(), LayerError> {
-    if !input.branch.is_around_module_alone() {
+    if !input.branch.has_residual_by_branch() {
         return module(input, gradients);
     }
     let forward = &pass.forward;
@@ -41,7 +41,7 @@ pub(super) fn run_backward(
     let gradient = exchange.all_gather(gradients.dy, forward.ctx.seq_len_local())?;
     // The module turns the gradient of its output into that of its input.
     let of_module = BranchGradients { dy: &gradient, dx: &gradient };
-    module(Branch::module_alone().input(&gathered.all), of_module)?;
+    module(Branch::residual_by_caller().input(&gathered.all), of_module)?;
     gathered.backward(input, &gradient, gradients.dx, pass)?;
     forward.recycle([gradient]);
     Ok(())

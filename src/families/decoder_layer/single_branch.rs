@@ -1,7 +1,7 @@
 //! The block of one branch.
 
-use super::block::{Block, BlockOutputs, SavedBlock, foreign};
-use super::{DecoderParts, divided_branch};
+use super::block::{Block, BlockOutputs, SavedBlock};
+use super::{DecoderParts, module_call};
 use crate::families::ModelConfig;
 use crate::nn::{
     BackwardPass, Branch, BranchGradients, BranchInput, ForwardPass, Layer, LayerError, MixerKept,
@@ -51,7 +51,7 @@ impl Block for SingleBranchLayer {
 
     fn divide(mut self, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
         self.module.divide(&mut self.parameters, tp)?;
-        self.branch = self.branch.around_module_alone();
+        self.branch = self.branch.residual_by_branch();
         Ok(Box::new(self))
     }
 
@@ -63,8 +63,8 @@ impl Block for SingleBranchLayer {
     ) -> Result<(Tensor, BlockOutputs), LayerError> {
         let Self { branch, module, .. } = self;
         let run = |input: BranchInput<'_>| Ok((module.forward(input, kept, pass)?, ()));
-        let output = divided_branch::run(branch.input(x), run, pass)?.0;
-        if module.joins_its_branch() && !branch.is_around_module_alone() {
+        let output = module_call::run(branch.input(x), run, pass)?.0;
+        if module.joins_its_branch() && !branch.has_residual_by_branch() {
             return Ok((output, BlockOutputs::default()));
         }
         let y = branch.join(x, &output, pass)?;
@@ -78,10 +78,10 @@ impl Block for SingleBranchLayer {
         kept: &mut impl Iterator<Item = Tensor>,
         pass: &ForwardPass<'_>,
     ) -> Result<SavedBlock, LayerError> {
-        let mixer = match self.branch.is_around_module_alone() {
+        let mixer = match self.branch.has_residual_by_branch() {
             true => {
-                let input = || divided_branch::gather_input(self.branch.input(&x), pass);
-                self.module.recompute_state(&Branch::module_alone(), input, kept, pass)?
+                let input = || module_call::gather_input(self.branch.input(&x), pass);
+                self.module.recompute_state(&Branch::residual_by_caller(), input, kept, pass)?
             }
             false => self.module.recompute_state(&self.branch, || Ok(x.clone()), kept, pass)?,
         };
@@ -96,12 +96,12 @@ impl Block for SingleBranchLayer {
     ) -> Result<Tensor, LayerError> {
         let Self { branch, module, .. } = self;
         // Without a norm behind the module, its output is not needed.
-        let doutput = branch.backward_join(|| Err(foreign(&pass.forward)), &dy, pass)?;
+        let doutput = branch.backward_join(|| Err(pass.forward.foreign_state()), &dy, pass)?;
         let run = |input: BranchInput<'_>, gradients: BranchGradients<'_>| {
             module.backward(input, saved, gradients, pass)
         };
         let gradients = BranchGradients { dy: &doutput, dx: &dy };
-        divided_branch::run_backward(branch.input(&x), gradients, run, pass)?;
+        module_call::run_backward(branch.input(&x), gradients, run, pass)?;
         recycle_unless(doutput, &dy, &pass.forward);
         Ok(dy)
     }

@@ -2,7 +2,7 @@
 
 use super::mixed::Mixed;
 use super::{LinearAttention, LinearAttentionConfig};
-use crate::nn::heads::{one_each, scaled};
+use crate::nn::heads::{even_ranges, one_each, scaled};
 use crate::nn::projection::Projection;
 use crate::nn::tensor_parallel::are_shared;
 use crate::nn::{HeadDivision, Heads, LayerError, Linear, NumHeads, ParameterList, TensorRank};
@@ -16,7 +16,8 @@ impl LinearAttentionConfig {
     /// over groups of heads.
     pub fn divided(self, layer: &str, tp: TensorRank) -> Result<(Self, HeadDivision), LayerError> {
         if self.mamba2().is_some() && self.num_key_heads > 1 {
-            NumHeads::ungrouped(self.num_key_heads).divide(layer, tp)?;
+            // Only for its error: of several norms over groups, which are those of key heads, ranks share none.
+            even_ranges(layer, self.num_key_heads, tp)?;
         }
         let division = self.heads().divide(layer, tp)?;
         let NumHeads { q: num_value_heads, kv: num_key_heads } = division.num_heads(tp.rank);

@@ -131,5 +131,5 @@ fn saved_chunk(
     pass: &ForwardPass<'_>,
 ) -> Result<[Tensor; 2], LayerError> {
     let tensors = checkpoint.next().zip(checkpoint.next()).map(<[Tensor; 2]>::from);
-    tensors.ok_or_else(|| LayerError::foreign_state(pass.layer))
+    tensors.ok_or_else(|| pass.foreign_state())
 }

@@ -2,7 +2,7 @@
 
 use super::ParallelDecoderLayer;
 use crate::families::decoder_layer::block::{Block, BlockOutputs, SavedBlock};
-use crate::families::decoder_layer::divided_branch::{GatheredInput, gather_input};
+use crate::families::decoder_layer::module_call::{GatheredInput, gather_input};
 use crate::nn::{
     BackwardPass, Branch, BranchGradients, ForwardPass, LayerError, MixerKept, ParameterList, TensorRank,
     TokenMixer,
@@ -49,7 +49,7 @@ impl Block for DividedParallelDecoder {
         let input = gather_input(self.0.attention_branch.input(x), pass)?;
         let own = self.own_mlp_branch().map(|branch| gather_input(branch.input(x), pass));
         let mlp_input = own.transpose()?;
-        let (alone, keep) = (Branch::module_alone(), kept.is_state());
+        let (alone, keep) = (Branch::residual_by_caller(), kept.is_state());
         let partial = self.0.attention.forward(alone.input(&input), kept, pass)?;
         let of_mlp = alone.input(mlp_input.as_ref().unwrap_or(&input));
         let (output, mlp_state) = self.0.mlp.forward(of_mlp, keep, pass)?;
@@ -68,7 +68,7 @@ impl Block for DividedParallelDecoder {
         pass: &ForwardPass<'_>,
     ) -> Result<SavedBlock, LayerError> {
         let input = || gather_input(self.0.attention_branch.input(&x), pass);
-        let mixer = self.0.attention.recompute_state(&Branch::module_alone(), input, kept, pass)?;
+        let mixer = self.0.attention.recompute_state(&Branch::residual_by_caller(), input, kept, pass)?;
         Ok(SavedBlock { x, mixer, outputs: BlockOutputs::default() })
     }
 
@@ -79,7 +79,7 @@ impl Block for DividedParallelDecoder {
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let ParallelDecoderLayer { attention_branch, attention, mlp, .. } = &self.0;
-        let (forward, alone) = (&pass.forward, Branch::module_alone());
+        let (forward, alone) = (&pass.forward, Branch::residual_by_caller());
         let exchange = forward.ctx.token_exchange(forward.layer)?;
         let gathered = GatheredInput::new(attention_branch.input(&x), forward)?;
         let own_input = self.own_mlp_branch().map(|branch| branch.input(&x));
