@@ -231,7 +231,7 @@ impl TokenMixer {
     }
 
     /// Whether [`forward`](Self::forward) joins the branch itself. Only an MLP does; after other modules the caller calls
-    /// [`Branch::join`].
+    /// [`Branch::join`](super::Branch::join).
     pub fn joins_its_branch(&self) -> bool {
         matches!(self, Self::Mlp(_))
     }
