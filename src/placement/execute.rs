@@ -210,14 +210,39 @@ fn exchange(
 }
 
 /// The elements that a rank with the slices `held` has for one that needs the slices `needed`: from where in the one's
-/// tensor, to where in the other's. Each tensor may have more than them in one dimension.
-pub(crate) fn transfer(held: &[Range<usize>], needed: &[Range<usize>]) -> Option<BlockCopy> {
+/// tensor, to where in the other's. The slices differ in two dimensions at most, as before and after a step.
+fn transfer(held: &[Range<usize>], needed: &[Range<usize>]) -> Option<BlockCopy> {
+    Some(block_copy(&intersection(held, needed)?, held, needed))
+}
+
+/// The same for slices that differ in any dimensions.
+pub(crate) fn transfers(held: &[Range<usize>], needed: &[Range<usize>]) -> Vec<BlockCopy> {
+    let Some(part) = intersection(held, needed) else { return Vec::new() };
+    let differing: Vec<usize> = (0..part.len()).filter(|dim| held[*dim] != needed[*dim]).collect();
+    let [first, .., row, _] = differing[..] else { return vec![block_copy(&part, held, needed)] };
+    // Rows and runs of a block are the last two of these dimensions: those before are copied index by index.
+    let at_each_index = |part: Vec<Range<usize>>, dim: usize| {
+        part[dim].clone().map(move |index| {
+            let mut part = part.clone();
+            part[dim] = index..index + 1;
+            part
+        })
+    };
+    let parts = (first..row)
+        .fold(vec![part], |parts, dim| parts.into_iter().flat_map(|part| at_each_index(part, dim)).collect());
+    parts.iter().map(|part| block_copy(part, held, needed)).collect()
+}
+
+/// What two slices have in common, if anything.
+fn intersection(held: &[Range<usize>], needed: &[Range<usize>]) -> Option<Vec<Range<usize>>> {
     let both = held.iter().zip(needed);
-    let part: Vec<Range<usize>> =
-        both.map(|(held, needed)| held.start.max(needed.start)..held.end.min(needed.end)).collect();
-    if part.iter().any(Range::is_empty) {
-        return None;
-    }
+    let part = both.map(|(held, needed)| held.start.max(needed.start)..held.end.min(needed.end));
+    let part = Vec::from_iter(part);
+    (!part.iter().any(Range::is_empty)).then_some(part)
+}
+
+/// The copy of a part from a tensor with the slices `held` to one with the slices `needed`.
+fn block_copy(part: &[Range<usize>], held: &[Range<usize>], needed: &[Range<usize>]) -> BlockCopy {
     let is_cut = |dim: &usize| part[*dim] != held[*dim] || part[*dim] != needed[*dim];
     let first = (0..part.len()).find(is_cut).unwrap_or(0);
     let last = (0..part.len()).rfind(is_cut).unwrap_or(first);
@@ -234,5 +259,5 @@ pub(crate) fn transfer(held: &[Range<usize>], needed: &[Range<usize>]) -> Option
             run: numel(&part[last..]),
         }
     };
-    Some(BlockCopy { from: within(held), to: within(needed), accumulate: false })
+    BlockCopy { from: within(held), to: within(needed), accumulate: false }
 }

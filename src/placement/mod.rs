@@ -25,7 +25,7 @@ mod tests;
 pub use axis::{LayoutAxis, Placement};
 pub use draw::draw;
 pub use error::PlacementError;
-pub(crate) use execute::transfer;
+pub(crate) use execute::transfers;
 pub use layout::Layout;
 pub use plan::{Plan, Step, StepKind, redistribute};
 pub use sharded_tensor::{PendingTensor, ShardedTensor};

@@ -415,3 +415,38 @@ fn layouts_and_plans_name_what_is_wrong() {
     let error = redistribute(&of(2), &of(3)).unwrap_err().to_string();
     assert!(error.contains("`[4] sp=2: Replicate`") && error.contains("`[4] sp=3: Replicate`"), "{error}");
 }
+
+/// All slices of a tensor in which every dimension is whole or halved, to all such slices; elements encode their positions.
+#[test]
+fn slices_that_differ_in_any_dimensions_are_copied_to_their_places() {
+    const SHAPE: [usize; 4] = [3, 4, 2, 3];
+    let choices = |len: usize| [0..len, 0..len / 2, len / 2..len];
+    let slices = |mut number: usize| {
+        SHAPE.map(|len| {
+            let range = choices(len)[number % 3].clone();
+            number /= 3;
+            range
+        })
+    };
+    let positions = |slices: &[Range<usize>; 4]| {
+        let starts = vec![0];
+        slices.iter().zip(SHAPE).fold(starts, |positions, (range, len)| {
+            positions
+                .iter()
+                .flat_map(|position| range.clone().map(move |index| position * len + index))
+                .collect()
+        })
+    };
+    for (held, needed) in (0..81).flat_map(|held| (0..81).map(move |needed| (slices(held), slices(needed)))) {
+        let (from, expected) = (positions(&held), positions(&needed));
+        let mut got = vec![usize::MAX; expected.len()];
+        for copy in transfers(&held, &needed) {
+            assert_eq!(copy.from.shape(), copy.to.shape());
+            for (source, target) in copy.from.runs().zip(copy.to.runs()) {
+                got[target..target + copy.to.run].copy_from_slice(&from[source..source + copy.to.run]);
+            }
+        }
+        let known = |position: &usize| if from.contains(position) { *position } else { usize::MAX };
+        assert_eq!(got, expected.iter().map(known).collect::<Vec<_>>(), "{held:?} to {needed:?}");
+    }
+}

@@ -3,7 +3,7 @@
 use super::table::{TABLE, TensorTable};
 use crate::checkpoint::CheckpointError;
 use crate::model::{HfWeights, TensorFile};
-use crate::placement::{Layout, LayoutAxis, Placement, PlacementError, transfer};
+use crate::placement::{Layout, LayoutAxis, Placement, PlacementError, transfers};
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
@@ -112,11 +112,17 @@ impl StoredTensors {
         elem_bytes: usize,
         out: &mut [u8],
     ) -> Result<(), CheckpointError> {
-        let Some(copy) = transfer(held, needed) else { return Ok(()) };
-        let (file, len) = (self.file(file)?, copy.to.run * elem_bytes);
-        for (from, to) in copy.from.runs().zip(copy.to.runs()) {
-            let (from, to) = (from * elem_bytes, to * elem_bytes);
-            file.read_bytes(name, from..from + len, &mut out[to..to + len])?;
+        let copies = transfers(held, needed);
+        if copies.is_empty() {
+            return Ok(());
+        }
+        let file = self.file(file)?;
+        for copy in copies {
+            let len = copy.to.run * elem_bytes;
+            for (from, to) in copy.from.runs().zip(copy.to.runs()) {
+                let (from, to) = (from * elem_bytes, to * elem_bytes);
+                file.read_bytes(name, from..from + len, &mut out[to..to + len])?;
+            }
         }
         Ok(())
     }

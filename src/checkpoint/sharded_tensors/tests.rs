@@ -114,6 +114,10 @@ fn tensors_load_in_any_placements_on_any_mesh() {
         });
         Ok(())
     };
+    // All three dimensions are divided, on one mesh or the other.
+    let rows_and_columns = Side { sizes: vec![2, 2], placements: vec![[2, 0], [1, 0]] };
+    let last = Side { sizes: vec![2], placements: vec![[3, 0]] };
+    run((vec![4, 2, 2], last, rows_and_columns)).unwrap();
     TestRunner::new(settings).run(&cases, run).unwrap();
 }
 
