@@ -22,7 +22,7 @@ pub struct Membership {
     pub rank: usize,
 }
 
-/// What a rank passes to a [split](super::ProcessGroup::split) of its group.
+/// The arguments of a rank to a [split](super::ProcessGroup::split) of its group.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SplitPlace {
     pub(super) color: Option<usize>,

@@ -19,7 +19,7 @@ pub struct Branch {
     residual: Residual,
 }
 
-/// What adds the input of a branch.
+/// Who adds the residual: the input of a branch to its output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Residual {
     /// The module, in its last matmul if nothing is in between.
@@ -94,7 +94,7 @@ impl Branch {
         Self { residual: Residual::Branch, ..self }
     }
 
-    /// What the module gets of the residual stream `x`.
+    /// The input of the module, from the residual stream `x`.
     pub fn input<'a>(&'a self, x: &'a Tensor) -> BranchInput<'a> {
         BranchInput { branch: self, x }
     }

@@ -22,7 +22,7 @@ pub enum Gathered {
     Tokens,
 }
 
-/// What an exchange moves around a module.
+/// The tensors of an exchange around a module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HeadTransfer {
     /// The module's inputs, to the ranks with their heads.
@@ -59,7 +59,7 @@ pub struct ExchangedHeads<'a> {
     pub kinds: &'a [HeadKind],
     /// Tokens of the whole sequence.
     pub seq_len: usize,
-    /// What they are.
+    /// Inputs or outputs of the module, or their gradients.
     pub transfer: HeadTransfer,
 }
 

@@ -1,6 +1,6 @@
 //! The [`Layer`] trait.
 //!
-//! What lives between the passes, from the outside in:
+//! The state between forward and backward pass, from the outside in:
 //!
 //! | type | holds |
 //! |---|---|

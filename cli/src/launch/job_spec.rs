@@ -1,4 +1,4 @@
-//! What all starts of a job share, and the rules for restarting it.
+//! The specification of a job, the same at every start, and the rules for restarting it.
 
 use super::restart::{Cause, Restart};
 use super::training::{SmallerMesh, Training, Variation};

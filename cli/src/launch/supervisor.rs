@@ -26,7 +26,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// not answer.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What all starts of the processes of this machine share.
+/// Starts the processes of this machine, watches them, and ends them: one for all starts of a job.
 pub(super) struct Supervisor {
     /// The directory of the ranks' copies in memory, if the config wants them.
     memory: Option<MemoryDir>,

@@ -19,7 +19,7 @@ use crate::arg_check::ArgCheck;
 use candle_core::Tensor;
 use lamb::{Segments, SquaredNorms};
 
-/// What changes from step to step in every rule.
+/// The parameters of a step, of any rule.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
     /// t, counted from 1.

@@ -1,4 +1,4 @@
-//! What every element-wise rule must do. A rule's file has its formula, and calls [`rule_tests!`].
+//! Tests of every element-wise rule. A rule's file has its formula, and calls [`rule_tests!`].
 
 use super::elementwise::Rule;
 use super::{ElementStep, Step};

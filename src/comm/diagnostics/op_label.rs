@@ -19,12 +19,7 @@ impl OpLabel {
         not(any(feature = "mpi", feature = "nccl")),
         allow(dead_code, reason = "threads use no library")
     )]
-    pub(in crate::comm) fn library_error(
-        &self,
-        library: &'static str,
-        rank: usize,
-        reason: String,
-    ) -> CommError {
+    pub(in crate::comm) fn failed_in(&self, library: &'static str, rank: usize, reason: String) -> CommError {
         let Self { group, op, sequence } = self;
         CommError::Library { library, group: group.name.clone(), op: *op, sequence: *sequence, rank, reason }
     }

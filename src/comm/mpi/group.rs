@@ -179,7 +179,7 @@ impl ProcessGroup for MpiGroup {
         let created = created.map_err(|reason| {
             let (group, sequence) = (self.membership().group.clone(), self.sequences.lock().collective - 1);
             let label = OpLabel { group, op: CollectiveOp::Split, sequence };
-            self.own.fail(label.library_error("MPI", self.own.rank, reason))
+            self.own.fail(label.failed_in("MPI", self.own.rank, reason))
         })?;
         let (Some(communicator), Some(child)) = (created, child) else { return Ok(None) };
         self.own.adopt(communicator);

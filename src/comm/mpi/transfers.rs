@@ -115,7 +115,7 @@ impl Transfers {
 
     /// Returns the error for an MPI call of this operation that failed.
     fn refused(&self, members: &Members, reason: String) -> CommError {
-        self.label.library_error("MPI", members.membership.global_rank(), reason)
+        self.label.failed_in("MPI", members.membership.global_rank(), reason)
     }
 
     /// Starts to send a contiguous tensor, which must not be written until the transfers are complete.

@@ -263,7 +263,7 @@ impl ProcessGroup for NcclGroup {
         let child = self.0.communicator.split(color, key, self.0.own.deadline()).map_err(|reason| {
             let (group, sequence) = (self.membership().group.clone(), self.0.state.lock().collectives);
             let label = OpLabel { group, op: CollectiveOp::Split, sequence };
-            self.0.own.fail(label.library_error("NCCL", self.0.own.rank, reason))
+            self.0.own.fail(label.failed_in("NCCL", self.0.own.rank, reason))
         })?;
         let (Some(child), Some(color)) = (child, color) else { return Ok(None) };
         self.0.own.adopt(&child)?;

@@ -163,7 +163,7 @@ impl Inner {
         let (launcher, stream) = (self.launcher()?, &self.own.communication);
         let (group, rank) = (self.membership.group.clone(), self.own.rank);
         let label = OpLabel { group, op, sequence };
-        let failed = |reason: String| self.own.fail(label.library_error("NCCL", rank, reason));
+        let failed = |reason: String| self.own.fail(label.failed_in("NCCL", rank, reason));
         // At this point of the tensors' stream, inputs are complete, and outputs no longer in use.
         stream.join(&self.own.compute).map_err(|error| failed(error.to_string()))?;
         let reached = stream.record_event(None).map_err(|error| failed(error.to_string()))?;

@@ -57,7 +57,7 @@ impl<P: Probe> Watched<P> {
     }
 
     fn failed(&self, reason: String) -> CommError {
-        self.label.library_error("NCCL", self.rank, reason)
+        self.label.failed_in("NCCL", self.rank, reason)
     }
 }
 

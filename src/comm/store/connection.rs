@@ -29,7 +29,7 @@ pub(in crate::comm) struct Connection {
     is_write_closed: bool,
 }
 
-/// What has arrived on a connection.
+/// Frames received on a connection, and whether it is still open.
 pub(super) struct Arrived {
     /// The complete frames.
     pub(super) frames: Vec<Vec<u8>>,

@@ -145,7 +145,7 @@ struct Inputs {
     states: Vec<FileState>,
 }
 
-/// What identifies the contents of a file.
+/// Size and time of modification of a file, by which a change is noticed.
 struct FileState {
     bytes: u64,
     /// Time of modification, in nanoseconds.
